@@ -1,11 +1,11 @@
-"""The attempts of any number of ranks, from their events. Pure.
+"""The attempts of any number of ranks, built from their events. Pure.
 
-An *attempt* here is one process of one rank. A run folder keeps one file per rank over all
-requeues, so one file holds several attempts, and around a requeue the old process may still write
-while the new one does. The restart count, the host and the pid tell them apart, never the position
-in the file. A process that installs twice makes two attempts only if it makes two ``Run``s.
+Here an *attempt* is one process of one rank. A run folder keeps one file per rank over all
+requeues, so a file holds several attempts, and around a requeue the old process may write while
+the new one already does. The restart count, host and pid tell them apart, never the position in
+the file. A process that installs twice makes two attempts only if it makes two ``Run``s.
 
-Lines are read once and dropped: an attempt keeps its pauses, its saves and some timestamps.
+Lines are read once and dropped: an attempt keeps its pauses, saves and some timestamps.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Attempt:
 
     Attributes:
         clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC (see :class:`DateWatch`).
-        clock_error_ns: by how much that changed during the attempt; None where the events are too
-            few to measure it.
+        clock_error_ns: how much that changed during the attempt; None if there are too few events
+            to measure it.
         ended: it uninstalled; False if it was killed or is still running.
-        pauses, stops: those of this attempt. Two stop requests for one preemption are normal.
+        pauses, stops: of this attempt. Two stop requests per preemption are normal.
         progress: what its ``Run`` recorded.
-        world_size: ranks in its group, itself included.
-        joined_mono_ns: all of them had joined; None for a single rank.
-        boot: boot id of its host; CLOCK_MONOTONIC is one clock within it. None if unknown.
-        lost_signals: signals whose handlers other code replaced, so that they had no effect.
-        time: where its time went.
+        world_size: ranks in its group, including itself.
+        joined_mono_ns: when all of them had joined; None for a single rank.
+        boot: its host's boot id; CLOCK_MONOTONIC is one clock within it. None if unknown.
+        lost_signals: signals without effect because other code replaced their handlers.
+        time: how its time was spent.
     """
 
     rank: int
@@ -74,21 +74,21 @@ class Attempt:
     time: AttemptTime = field(default_factory=AttemptTime)
 
     def epoch_ns(self, mono_ns: int) -> int:
-        """A timestamp of this attempt as CLOCK_REALTIME, comparable across ranks and attempts."""
+        """Convert a timestamp of this attempt to CLOCK_REALTIME, comparable across attempts."""
         return mono_ns + self.clock_offset_ns
 
 
 def attempts_of(events: Iterable[Event]) -> tuple[Attempt, ...]:
-    """The attempts in the events of any number of ranks, in order of rank and then of appearance.
+    """Build the attempts of any number of ranks, ordered by rank, then by appearance in the file.
 
-    Within one file that is the order of time, also when the date was set between two attempts.
+    Appearance is the order in time, even if the date was set between two attempts.
     """
     drafts: list[_AttemptDraft] = []
     newest: dict[_Process, _AttemptDraft] = {}
     for event in events:
         process = (event.rank, event.restart_count, event.host, event.pid)
         draft = newest.get(process)
-        # an attempt whose first line is lost starts with whatever line comes first
+        # if its first line is lost, an attempt starts with the next one
         if draft is None or event.kind is EventKind.INSTALLED:
             date = DateWatch() if draft is None else draft.date
             time = AttemptTime(event.mono_ns, event.mono_ns)
@@ -102,7 +102,7 @@ def attempts_of(events: Iterable[Event]) -> tuple[Attempt, ...]:
 
 
 def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
-    """The installations of each process put together, up to a second ``Run``."""
+    """Merge the installations of each process, up to a second ``Run``."""
     attempts: list[_AttemptDraft] = []
     newest: dict[_Process, _AttemptDraft] = {}
     for draft in drafts:
@@ -116,12 +116,12 @@ def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
 
 
 class _AttemptDraft:
-    """An attempt, or one installation of it, while its lines are being read."""
+    """Collects the lines of an attempt, or of one installation in it."""
 
     def __init__(
         self, process: _Process, job_id: int | None, date: DateWatch, time: AttemptTime
     ) -> None:
-        """``date`` and, up to its Run, ``time``: of the process, whose installations share them."""
+        """``date`` and, up to its Run, ``time`` are shared by the process's installations."""
         self.process = process
         self._job_id = job_id
         self.date = date
@@ -142,24 +142,24 @@ class _AttemptDraft:
     def has_run(self) -> bool:
         return self._progress.has_run
 
-    def extend(self, again: _AttemptDraft) -> None:
-        """Merge what the process did after it installed again."""
+    def extend(self, draft: _AttemptDraft) -> None:
+        """Merge what the process did after it installed draft."""
         assert self._first_ns is not None
-        assert again._first_ns is not None
-        self._first_ns = min(self._first_ns, again._first_ns)
-        self._last_ns = max(self._last_ns, again._last_ns)
-        self._last_kind = again._last_kind
-        self._world_size = max(self._world_size, again._world_size)
-        self._pauses_since += [again._pauses, *again._pauses_since]
-        self._stops += again._stops
-        self._lost_signals |= again._lost_signals
-        self._boot = self._boot or again._boot
-        if again.has_run:  # it searched for the other ranks under its own name
-            self._progress = again._progress
-            self.time = again.time
-            self._joined_ns = again._joined_ns or self._joined_ns
+        assert draft._first_ns is not None
+        self._first_ns = min(self._first_ns, draft._first_ns)
+        self._last_ns = max(self._last_ns, draft._last_ns)
+        self._last_kind = draft._last_kind
+        self._world_size = max(self._world_size, draft._world_size)
+        self._pauses_since += [draft._pauses, *draft._pauses_since]
+        self._stops += draft._stops
+        self._lost_signals |= draft._lost_signals
+        self._boot = self._boot or draft._boot
+        if draft.has_run:  # the new Run searched for the other ranks under its own name
+            self._progress = draft._progress
+            self.time = draft.time
+            self._joined_ns = draft._joined_ns or self._joined_ns
         elif self._joined_ns is None:
-            self._joined_ns = again._joined_ns
+            self._joined_ns = draft._joined_ns
 
     def add(self, event: Event) -> None:
         kind, stamp = event.kind, event.mono_ns
@@ -217,19 +217,17 @@ class _AttemptDraft:
 
 
 def _numbered(parts: Iterable[PausesBuilder]) -> tuple[Pause, ...]:
-    """One after the other: each installation counts its own from 1."""
-    found: list[Pause] = []
+    """Number the pauses in sequence: each installation counts its own from 1."""
+    pauses: list[Pause] = []
     for part in parts:
-        before = found[-1].number if found else 0
+        before = pauses[-1].number if pauses else 0
         of_part = part.finish()
-        found += (
-            [replace(one, number=one.number + before) for one in of_part] if before else of_part
-        )
-    return tuple(found)
+        pauses += [replace(p, number=p.number + before) for p in of_part] if before else of_part
+    return tuple(pauses)
 
 
 def _lost_unseen(event: Event) -> dict[str, None]:
-    """Without a check before the end, only the number of lost handlers is known."""
+    """Return the lost handlers' number; without a check before the end nothing else is known."""
     number = integer(event.data, "handlers_replaced_by_others") or 0
     return {f"{number} signal{'' if number == 1 else 's'}": None} if number > 0 else {}
 
@@ -241,11 +239,11 @@ def _stop(event: Event) -> StopRequest:
 
 
 class DateWatch:
-    """The date of one process against CLOCK_MONOTONIC.
+    """The date of one process relative to CLOCK_MONOTONIC.
 
-    An event is stamped when it happens and dated when it is recorded, so that the difference of its
-    clocks is never too small: of every 10 s the least counts. A single one that is larger than both
-    of its neighbours was recorded late, for example by a process that had been stopped meanwhile.
+    An event is stamped when it happens and dated when it is recorded, so the difference of its
+    clocks is never too small; the least of each 10 s counts. A value above both its neighbours was
+    recorded late, for example by a process that had been stopped in between.
     """
 
     def __init__(self) -> None:
@@ -258,17 +256,17 @@ class DateWatch:
 
     @property
     def offset_ns(self) -> int:
-        """Date minus CLOCK_MONOTONIC."""
+        """Return the date minus CLOCK_MONOTONIC."""
         return statistics.median_low(self._believed())
 
     @property
     def error_ns(self) -> int | None:
-        """The largest deviation from it; None for an attempt of a few seconds."""
+        """Return the largest deviation from it; None for an attempt of a few seconds."""
         believed = self._believed()
         if len(believed) < 2:
             return None
         offset_ns = self.offset_ns
-        return max(abs(one - offset_ns) for one in believed)
+        return max(abs(offset - offset_ns) for offset in believed)
 
     def _believed(self) -> list[int]:
         least = [self._least[bucket] for bucket in sorted(self._least)]
@@ -276,4 +274,4 @@ class DateWatch:
             return least
         padded = [least[1], *least, least[-2]]
         around = zip(padded, padded[1:], padded[2:], strict=False)
-        return [min(one, max(before, after)) for before, one, after in around]
+        return [min(offset, max(before, after)) for before, offset, after in around]

@@ -1,14 +1,14 @@
 """Align the clocks of processes and hosts, and bound the error. Pure.
 
-Timestamps are CLOCK_MONOTONIC, which each boot of each host counts from its own start; every event
-also carries the date (CLOCK_REALTIME). Two errors arise on the way to a common time:
+Timestamps are CLOCK_MONOTONIC, which each boot of a host starts anew; every event also carries the
+date (CLOCK_REALTIME). A common time has two sources of error:
 
-- Within one attempt: the date may be set, or may have been read late; see
-  :class:`~hydroslurm.report.attempts.DateWatch`. The attempts of one boot share one
-  CLOCK_MONOTONIC, and are given one date, so that a date that is set moves none of them.
+- Within one attempt: the date may have been set, or read late; see
+  :class:`~hydroslurm.report.attempts.DateWatch`. Attempts of one boot share one CLOCK_MONOTONIC and
+  get one common date, so that setting the date moves none of them.
 - Between hosts: their dates may differ. Joint actions of the ranks bound the difference: no rank
-  learns that all have parked before the last one has, none commits before all have copied their
-  shards. Where these bounds contradict the dates, a host is shifted to the middle of the bounds.
+  learns that all have parked before the last one has; none commits before all have copied their
+  shards. If the bounds contradict the dates, a host is shifted to the middle of its bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydroslurm.report.tables import figure, required
 
 @dataclass(frozen=True)
 class HostClock:
-    """The date of one host against the first rank's."""
+    """The date of one host relative to the first rank's."""
 
     # fmt: off
     host: str = required("Its name.")
@@ -74,29 +74,29 @@ def _alignment(hosts: tuple[HostClock, ...], within_ns: int | None) -> Alignment
     unbounded = [host.host for host in hosts if host.error_ns is None]
     between_ns = None if unbounded else max(bounds, default=None)
     error_ns = within_ns if between_ns is None else between_ns + (within_ns or 0)
-    said = []
+    parts = []
     if within_ns is None:
-        said.append("Clocks: the events are too few to tell whether the date was set meanwhile")
+        parts.append("Clocks: the events are too few to tell whether the date was set meanwhile")
     else:
-        said.append(f"Clocks: within a process the date is good to {spelled(within_ns / 1e9)}")
+        parts.append(f"Clocks: within a process the date is good to {spelled(within_ns / 1e9)}")
     if unbounded:
         who = ", ".join(unbounded[:5]) + (" ..." if len(unbounded) > 5 else "")
-        said.append(f"by how much the date of {who} differs is not known: taken as it is")
+        parts.append(f"by how much the date of {who} differs is not known: taken as it is")
     elif between_ns is not None:
-        said.append(f"between hosts to {spelled(between_ns / 1e9)}, by what ranks did together")
+        parts.append(f"between hosts to {spelled(between_ns / 1e9)}, by what ranks did together")
     else:
-        said.append("all ranks were on one host")
+        parts.append("all ranks were on one host")
     for host in hosts:
         if host.shift_ns:
-            said.append(f"the date of {host.host} was shifted by {spelled(-host.shift_ns / 1e9)}")
+            parts.append(f"the date of {host.host} was shifted by {spelled(-host.shift_ns / 1e9)}")
         if host.contradictory:
-            said.append(f"the date of {host.host} was set while the run went on")
-    message = f"{'; '.join(said)}."
+            parts.append(f"the date of {host.host} was set while the run went on")
+    message = f"{'; '.join(parts)}."
     return Alignment(None if unbounded else error_ns, within_ns, between_ns, hosts, message)
 
 
 def _by_boot(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts of each boot with one common date, that of most of them."""
+    """Give the attempts of each boot one common date, that of most of them."""
     boots: dict[str, list[int]] = {}
     for attempt in attempts:
         if attempt.boot is not None:
@@ -111,7 +111,7 @@ def _by_boot(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def _clock(host: str, attempts: Sequence[Attempt], *, first: str) -> HostClock:
-    """By how much its date is ahead of the first host's: at most, and at least."""
+    """Bound how far this host's date is ahead of the first host's."""
     ahead = [
         bound
         for here, there in _together(attempts, first, host)
@@ -131,14 +131,14 @@ def _clock(host: str, attempts: Sequence[Attempt], *, first: str) -> HostClock:
 def _together(
     attempts: Sequence[Attempt], first: str, host: str
 ) -> Iterator[tuple[Attempt, Attempt]]:
-    """One rank of each host, of every attempt of the job."""
-    found: dict[tuple[int | None, int], dict[str, Attempt]] = {}
+    """Yield pairs of attempts, one rank of each host, for every attempt of the job."""
+    by_host_of: dict[tuple[int | None, int], dict[str, Attempt]] = {}
     for attempt in attempts:
         if attempt.world_size > 1:
-            found.setdefault((attempt.job_id, attempt.restart_count), {}).setdefault(
+            by_host_of.setdefault((attempt.job_id, attempt.restart_count), {}).setdefault(
                 attempt.host, attempt
             )
-    for by_host in found.values():
+    for by_host in by_host_of.values():
         if first in by_host and host in by_host:
             yield by_host[first], by_host[host]
 
@@ -147,27 +147,27 @@ _JointActions = Mapping[tuple[str, int], tuple[int, int]]
 
 
 def _joint_actions(attempt: Attempt) -> _JointActions:
-    """What this rank did together with all: a name -> the moment (date) before which it cannot have
-    come about, and the one at which this rank knew that it had."""
-    found: dict[tuple[str, int], tuple[int, int]] = {}
+    """Return this rank's joint actions: name -> the date before which it cannot have happened,
+    and the date at which this rank knew of it."""
+    actions: dict[tuple[str, int], tuple[int, int]] = {}
 
     def add(name: str, number: int, before_ns: int | None, after_ns: int | None) -> None:
         if before_ns is not None and after_ns is not None and before_ns <= after_ns:
-            found[name, number] = (attempt.epoch_ns(before_ns), attempt.epoch_ns(after_ns))
+            actions[name, number] = (attempt.epoch_ns(before_ns), attempt.epoch_ns(after_ns))
 
     add("joined", 0, attempt.first_mono_ns, attempt.joined_mono_ns)
     all_parked = [pause for pause in attempt.pauses if pause.all_parked_mono_ns is not None]
     for number, pause in enumerate(all_parked):
-        # all ranks learn of every such moment, so their counts agree
+        # all ranks learn of every such action, so their counts agree
         add("parked", number, pause.parked_mono_ns, pause.all_parked_mono_ns)
     for save in attempt.progress.saves:
         if save.step is not None:
             add("saved", save.step, save.staged_mono_ns, save.durable_mono_ns)
-    return found
+    return actions
 
 
 def _bounds(here: _JointActions, there: _JointActions) -> Iterable[tuple[int, int]]:
-    """Of what both took part in. Actions that are counted are compared only when both have the
+    """Yield bounds from shared actions. Counted actions are compared only if both sides have the
     same number of them: a lost line would shift the count."""
     counts = [sum(name == "parked" for name, _ in side) for side in (here, there)]
     for key in here.keys() & there.keys():

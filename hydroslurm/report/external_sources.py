@@ -1,9 +1,9 @@
-"""What is known of a run besides its event log, Slurm's accounting and nsys profiles, and how it is
-joined to the log's pauses and stops.
+"""Sources besides the event log (Slurm's accounting and nsys profiles), joined to the log's pauses
+and stops.
 
-Slurm's timestamps are whole seconds of the controller's date. An attempt in Slurm's accounting and
-one in the event log are the same when the former contains the latter's first event: job ids alone
-are not enough, because another cluster counts the same ones.
+Slurm's timestamps are whole seconds of the controller's date. An attempt in Slurm's accounting is
+the one in the event log whose first event it contains: job ids alone are not enough, as another
+cluster may use the same ones.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.values import Job, JobState
 
 _SLACK_S = 2.0
-"""Slurm's moments are cut off to whole seconds, and its date may be another one's."""
+"""Tolerance: Slurm cuts moments off to whole seconds, and uses another host's date."""
 _MOST = 200
-"""Characters of what Slurm's programs say for themselves."""
+"""Characters kept of an error from Slurm's programs."""
 
 
 @dataclass(frozen=True)
 class Accounting:
-    """What Slurm's accounting knows."""
+    """Answers of Slurm's accounting."""
 
     # fmt: off
     attempts: tuple[SlurmAttempt, ...] = figure(
@@ -46,30 +46,28 @@ class Accounting:
     # fmt: on
 
     def of(self, attempt: Attempt) -> SlurmAttempt | None:
-        """The attempt of Slurm's in which an attempt of the log began."""
+        """Return Slurm's attempt in which an attempt of the log began."""
         began_s = attempt.epoch_ns(attempt.first_mono_ns) / 1e9
-        found = [
-            one for one in self.attempts if one.job_id == attempt.job_id and _holds(one, began_s)
-        ]
-        return found[-1] if found else None
+        attempts = [a for a in self.attempts if a.job_id == attempt.job_id and _holds(a, began_s)]
+        return attempts[-1] if attempts else None
 
     def names(self, job_ids: Iterable[int]) -> str:
-        """What Slurm calls these jobs; where it was not asked, their own numbers."""
-        known = {one.job_id: one.name for one in self.attempts if one.name}
+        """Return Slurm's names of these jobs, or their numbers if it was not asked."""
+        known = {a.job_id: a.name for a in self.attempts if a.name}
         return ", ".join(known.get(job_id, str(job_id)) for job_id in job_ids)
 
     def after(self, attempt: SlurmAttempt) -> SlurmAttempt | None:
-        """The next one of the same job."""
-        same_job = [one for one in self.attempts if one.job_id == attempt.job_id]
+        """Return the next attempt of the same job."""
+        same_job = [a for a in self.attempts if a.job_id == attempt.job_id]
         following = same_job[same_job.index(attempt) + 1 :]
         return following[0] if following else None
 
 
 def ask_slurm(connect: Callable[[], SlurmClient], attempts: Iterable[Attempt]) -> Accounting:
-    """Ask for the jobs of these attempts; what cannot be learned is named in ``missing``."""
+    """Ask Slurm about these attempts' jobs; ``missing`` names what it could not tell."""
     attempts = tuple(attempts)
     job_ids = sorted({attempt.job_id for attempt in attempts if attempt.job_id is not None})
-    found: list[SlurmAttempt] = []
+    answers: list[SlurmAttempt] = []
     missing: list[str] = []
     grace_s: int | None = None
     if not job_ids:
@@ -77,26 +75,26 @@ def ask_slurm(connect: Callable[[], SlurmClient], attempts: Iterable[Attempt]) -
     try:
         client = connect()
         for job_id in job_ids:
-            found += _attempts(client, job_id, missing)
+            answers += _attempts(client, job_id, missing)
         grace_s = client.config().suspend_grace_time_s
     except SlurmError as error:
         missing.append(_no_answer(error))
-    answer = Accounting(tuple(found), grace_s)
+    answer = Accounting(tuple(answers), grace_s)
     for job_id in job_ids:
-        mine = [attempt for attempt in attempts if attempt.job_id == job_id]
-        known = any(one.job_id == job_id for one in found)
-        if known and not any(answer.of(attempt) for attempt in mine):
+        of_job = [attempt for attempt in attempts if attempt.job_id == job_id]
+        known = any(a.job_id == job_id for a in answers)
+        if known and not any(answer.of(attempt) for attempt in of_job):
             missing.append(
                 f"Slurm knows a job {job_id}, but of another time: it is another cluster's, or a "
                 "date was set; its answers are not used"
             )
-            found = [one for one in found if one.job_id != job_id]
-    return Accounting(tuple(found), grace_s, tuple(missing))
+            answers = [a for a in answers if a.job_id != job_id]
+    return Accounting(tuple(answers), grace_s, tuple(missing))
 
 
 def _no_answer(error: SlurmError) -> str:
-    """Why Slurm did not answer, in one line. If Slurm is not installed, only that: reports are
-    often read on machines without it, where neither the PATH nor a remedy helps."""
+    """Explain in one line why Slurm did not answer. If it is not installed, say only that:
+    reports are often read on machines without it, where neither PATH nor a remedy helps."""
     why = " ".join(str(error).split())
     if isinstance(error, SlurmMissing):
         why = why.partition(" (")[0].partition(". ")[0]
@@ -105,13 +103,13 @@ def _no_answer(error: SlurmError) -> str:
 
 @dataclass(frozen=True)
 class ExternalSources:
-    """Other sources, each joined to the log by what both of them hold.
+    """Other sources, each joined to the log by what both hold.
 
     Attributes:
         accounting: Slurm's answers.
-        profiles: nsys reports. A pause or stop of one is that of the log with the same process and
-            the same stamp of its request, to the nanosecond.
-        missing: what could not be read, in sentences.
+        profiles: nsys reports. A pause or stop of theirs is the log's with the same process and
+            the same request stamp, to the nanosecond.
+        missing: sources that could not be read, in sentences.
     """
 
     accounting: Accounting = field(default_factory=Accounting)
@@ -136,14 +134,14 @@ class ExternalSources:
         return {(s.pid, s.requested_mono_ns): s for profile in self.profiles for s in profile.stops}
 
     def sentences(self, history: History) -> list[str]:
-        """What is missing, and of which profile nothing belongs to this run."""
+        """Return what is missing, and which profiles do not belong to this run, in sentences."""
         pids = {attempt.pid for attempt in history.attempts}
-        said = [*history.missing, *self.accounting.missing, *self.missing]
+        sentences = [*history.missing, *self.accounting.missing, *self.missing]
         for profile in self.profiles:
-            said += [f"{profile.path.name}: {sentence}" for sentence in profile.missing]
+            sentences += [f"{profile.path.name}: {sentence}" for sentence in profile.missing]
             if history.attempts and not pids & set(profile.pids):
-                said.append(f"{profile.path.name}: it holds no process of this run.")
-        return [_sentence(one) for one in said]
+                sentences.append(f"{profile.path.name}: it holds no process of this run.")
+        return [_sentence(text) for text in sentences]
 
 
 def _sentence(text: str) -> str:
@@ -152,7 +150,7 @@ def _sentence(text: str) -> str:
 
 
 def _attempts(client: SlurmClient, job_id: int, missing: list[str]) -> list[SlurmAttempt]:
-    """From accounting; of a cluster without it, the attempt that slurmctld still knows."""
+    """Return a job's attempts from accounting; without it, the one slurmctld still knows."""
     try:
         records = client.history(JobId(job_id))  # of all elements, if it is an array's, too
         return [_attempt(job) for job in records if job.job_id == job_id]
@@ -190,7 +188,7 @@ def _holds(attempt: SlurmAttempt, moment_s: float) -> bool:
 
 
 class PauseRow(NamedTuple):
-    """A pause with its attempt, and what other sources add to it."""
+    """A pause with its attempt, and what other sources add."""
 
     attempt: Attempt
     pause: Pause
@@ -201,7 +199,7 @@ class PauseRow(NamedTuple):
 
     @property
     def joined(self) -> Pause:
-        """The pause with all of it."""
+        """Return the pause with all of it."""
         return replace(
             self.pause,
             at_s=self.at_s,
@@ -212,7 +210,7 @@ class PauseRow(NamedTuple):
 
 
 def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
-    """All pauses of a run, in order of rank, then of time."""
+    """Return all pauses of a run, by rank, then time."""
     asked = _Asked(history)
     return [
         PauseRow(
@@ -231,12 +229,12 @@ def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
 
 
 def joined_stop(history: History, sources: ExternalSources, stopped: Stopped) -> Stop:
-    """A stop with all that other sources know of it."""
+    """Return a stop with all that other sources know of it."""
     attempt, following, stop = stopped.attempt, stopped.following, stopped.stop
     before = sources.accounting.of(attempt)
     after = sources.accounting.of(following) if following else None
     if after is None and before is not None:
-        after = sources.accounting.after(before)  # waiting still, or without an event yet
+        after = sources.accounting.after(before)  # still waiting, or without an event yet
     seen = sources.profiled_stop(attempt, attempt.stops[0] if attempt.stops else None)
     end_s = before.end_epoch_s if before else None
     eligible_s = after.eligible_epoch_s if after else None
@@ -265,7 +263,7 @@ def joined_stop(history: History, sources: ExternalSources, stopped: Stopped) ->
 
 
 def _stopped_us(pause: Pause, grace_s: int | None) -> float | None:
-    """Nothing in a stopped process can see the moment; slurmstepd counts from its SIGTSTP."""
+    """Return when the process stopped. It cannot see that; slurmstepd counts from SIGTSTP."""
     if grace_s is None or "slurm" not in pause.causes or pause.signal != "SIGTSTP":
         return None
     held_us = span(pause.requested_mono_ns, pause.resume_requested_mono_ns, 1e3)
@@ -294,7 +292,7 @@ def _profiled(pause: Pause, seen: ProfiledPause | None) -> Profiled | None:
 
 
 class _Asked:
-    """Finds, for a rank that was held with another, that other one's request."""
+    """Finds the request of the signalled rank for a rank that was held with it."""
 
     def __init__(self, history: History) -> None:
         self._requests: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
@@ -314,13 +312,13 @@ class _Asked:
         learned_ns = attempt.epoch_ns(pause.requested_mono_ns)
         requests = self._requests.get((attempt.job_id, attempt.restart_count), [])
         at = bisect.bisect_right(requests, (learned_ns, 1 << 63))
-        # several may be in force: the first of them was it
+        # several may be in force: the first one counts
         covering = [begin for begin, end in requests[max(0, at - 8) : at] if learned_ns <= end]
         return (learned_ns - covering[0]) / 1e3 if covering else None
 
 
 def _later_s(begin_s: float | None, end_s: float | None) -> float | None:
-    """0 where whole seconds make it a little less. None where it runs backwards: a date was set."""
+    """Return the difference; 0 if rounding made it negative, None if a date was set back."""
     if begin_s is None or end_s is None or end_s < begin_s - 2:
         return None
     return max(0.0, float(end_s - begin_s))

@@ -1,7 +1,7 @@
-"""What a run's pauses and stops cost, in numbers: the model of ``report/figures.json``.
+"""The cost of a run's pauses and stops in figures: the model of ``report/figures.json``.
 
-The JSON Schema (``hydroslurm report --schema``) and the reference in docs/figures.md are made from
-it. A latency that nobody measured is absent from its summary, never 0.
+The JSON Schema (``hydroslurm report --schema``) and the reference in docs/figures.md derive from
+it. A latency that was never measured is absent from its summary, never 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hydroslurm.report.stops import KILLED, Stop, Stopped, steps_lost_total
 from hydroslurm.report.tables import figure, required
 
 MOST_ROWS = 10_000
-"""Of ``every_pause`` and ``every_stop``, so that the file can still be opened."""
+"""Limit on ``every_pause`` and ``every_stop``, so that the file stays readable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,40 +149,40 @@ class Figures:
     # fmt: on
 
     def as_dict(self) -> dict[str, Any]:
-        """What is written: an object that json can encode."""
-        made: dict[str, Any] = msgspec.to_builtins(self)
-        return made
+        """Return an object that json can encode."""
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        return document
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run, and what other sources say of it: what tables, page and figures are made from."""
+    """A run with its other sources; tables, page and figures derive from it."""
 
     history: History
     sources: ExternalSources = field(default_factory=ExternalSources)
 
     @cached_property
     def pauses(self) -> list[PauseRow]:
-        """In order of rank, then of time."""
+        """All pauses, by rank, then time."""
         return pause_rows(self.history, self.sources)
 
     @cached_property
     def pauses_in_time(self) -> list[PauseRow]:
-        """Those that can be placed, all ranks together."""
+        """Pauses of all ranks that have a place in time, in order."""
         placed = [row for row in self.pauses if row.at_s is not None]
         return sorted(placed, key=lambda row: (row.at_s or 0.0, row.pause.rank))
 
     @cached_property
     def stopped(self) -> list[Stopped]:
-        """The stops with their attempts, in order of rank, then of time."""
+        """The stops with their attempts, by rank, then time."""
         return [
-            replace(one, stop=joined_stop(self.history, self.sources, one))
-            for one in self.history.stopped
+            replace(stopped, stop=joined_stop(self.history, self.sources, stopped))
+            for stopped in self.history.stopped
         ]
 
     @cached_property
     def stopped_in_time(self) -> list[Stopped]:
-        return sorted(self.stopped, key=lambda one: (one.stop.at_s, one.stop.rank))
+        return sorted(self.stopped, key=lambda s: (s.stop.at_s, s.stop.rank))
 
     @cached_property
     def figures(self) -> Figures:
@@ -211,7 +211,7 @@ def _figures(report: Report) -> Figures:
         by_cause=_by_cause(pauses),
         every_pause=tuple(row.joined for row in report.pauses[:MOST_ROWS]),
         every_pause_left_out=max(0, len(report.pauses) - MOST_ROWS),
-        stops=_stops([one.stop for one in report.stopped]),
+        stops=_stops([s.stop for s in report.stopped]),
         goodput=goodput_of(history, sources),
         clocks=history.alignment,
         slurm=sources.accounting,
@@ -221,8 +221,8 @@ def _figures(report: Report) -> Figures:
 
 
 def figures_text(figures: Figures) -> str:
-    """figures.json: one key per line, and one row of a list of objects, so that less and grep can
-    read it, too."""
+    """Format figures.json: one key, or one row of a list of objects, per line, for less and
+    grep."""
     return _object(figures.as_dict(), " ") + "\n"
 
 
@@ -243,7 +243,7 @@ def _object(value: Mapping[str, Any], indent: str) -> str:
 def _summaries(
     model: Any, values: Sequence[object], *, but: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A summary for each field of a model that is one, of what these values have by its name."""
+    """Summarize, for each such field of a model, the values of that name."""
     return {
         name: summary(getattr(value, name) for value in values)
         for name, kind in get_type_hints(model).items()
@@ -309,19 +309,19 @@ Schema = dict[str, Any]
 
 
 def schema() -> Schema:
-    """JSON Schema (2020-12) of figures.json: every field of an object is written, and no other."""
+    """Return the JSON Schema (2020-12) of figures.json: all fields required, no others."""
     parts: dict[str, Schema] = msgspec.json.schema(Figures)["$defs"]
     for kind in _kinds(Figures):
         part = parts[kind.__name__]
-        made = part["properties"]
+        properties = part["properties"]
         part["properties"] = {
-            one.name: {
-                **{key: value for key, value in made[one.name].items() if key != "default"},
-                "description": one.metadata["meaning"],
+            f.name: {
+                **{key: value for key, value in properties[f.name].items() if key != "default"},
+                "description": f.metadata["meaning"],
             }
-            for one in fields(kind)
+            for f in fields(kind)
         }
-        part["required"] = list(made)
+        part["required"] = list(properties)
     for part in parts.values():
         part["additionalProperties"] = False
     dialect = "https://json-schema.org/draft/2020-12/schema"
@@ -330,19 +330,19 @@ def schema() -> Schema:
 
 
 def _kinds(kind: Any) -> set[Any]:
-    """All dataclasses that the values of a type can hold."""
+    """Return all dataclasses that values of a type can contain."""
     inner = get_type_hints(kind).values() if is_dataclass(kind) else get_args(kind)
     own = {kind} if is_dataclass(kind) else set()
     return own.union(*map(_kinds, inner))
 
 
 def schema_text() -> str:
-    """The schema as it is printed."""
+    """Return the schema as printed."""
     return json.dumps(schema(), indent=2) + "\n"
 
 
 def reference() -> str:
-    """The fields as Markdown; docs/figures.md ends with it."""
+    """Return the fields as Markdown, for the end of docs/figures.md."""
     whole = schema()
     parts = [_table("figures.json", whole["properties"])]
     parts += [_table(name, part["properties"]) for name, part in sorted(whole["$defs"].items())]
@@ -362,11 +362,11 @@ def _type(part: Schema) -> str:
         name = part["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if "anyOf" in part:
-        return " or ".join(_type(one) for one in part["anyOf"])
+        return " or ".join(_type(p) for p in part["anyOf"])
     if "const" in part:
         return f"`{json.dumps(part['const'])}`"
     if "enum" in part:
-        return ", ".join(f"`{json.dumps(one)}`" for one in part["enum"])
+        return ", ".join(f"`{json.dumps(value)}`" for value in part["enum"])
     if part.get("type") == "array":
         return f"list of {_type(part['items'])}" if "items" in part else "list"
     return str(part.get("type", "object"))

@@ -1,7 +1,7 @@
 """The goodput of a whole run: the attempts of its first rank within the allocations of its job.
 
-What goodput is, and the sums, are those of :mod:`hydroslurm.core.goodput`. Allocated and wall time
-come from Slurm if it was asked; of attempts that it does not know, from their events. Pure.
+:mod:`hydroslurm.core.goodput` defines goodput and its sums. Allocated and wall time come from Slurm
+if it was asked; for attempts unknown to it, from their events. Pure.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from hydroslurm.report.history import History
 
 
 def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
-    """None for a run without events."""
+    """Compute the goodput; None for a run without events."""
     if not history.attempts:
         return None
     attempts = history.attempts_of(history.ranks[0])
     allocations = _allocations(history, sources, attempts)
     account = Account()
-    for one in allocations:
-        at_s = one.begin_s
-        for attempt in one.attempts:
+    for allocation in allocations:
+        at_s = allocation.begin_s
+        for attempt in allocation.attempts:
             account.add(attempt.time, begin_s=history.begin_s(attempt), since_s=at_s)
             at_s = max(at_s, history.since_begin_s(attempt, attempt.last_mono_ns))
-        rest_s = max(0.0, one.end_s - at_s)
-        if one.attempts and one.attempts[-1].ended:
+        rest_s = max(0.0, allocation.end_s - at_s)
+        if allocation.attempts and allocation.attempts[-1].ended:
             account.goodput.leaving_s += rest_s
         else:
             account.goodput.unknown_s += rest_s
-    begin_s = min(one.begin_s for one in allocations)
+    begin_s = min(a.begin_s for a in allocations)
     first = sources.accounting.of(attempts[0])
     if first is not None and first.submit_epoch_s is not None:
         begin_s = min(begin_s, _since_begin(history, first.submit_epoch_s, 0.0))
-    found = account.result(
-        allocated_s=sum(one.end_s - one.begin_s for one in allocations),
-        wall_s=max(one.end_s for one in allocations) - begin_s,
+    goodput = account.result(
+        allocated_s=sum(a.end_s - a.begin_s for a in allocations),
+        wall_s=max(a.end_s for a in allocations) - begin_s,
     )
-    by_slurm = {one.by_slurm for one in allocations}
+    by_slurm = {a.by_slurm for a in allocations}
     if True in by_slurm:
-        found.allocated_from = "both" if False in by_slurm else "slurm"
-    return found
+        goodput.allocated_from = "both" if False in by_slurm else "slurm"
+    return goodput
 
 
 @dataclass
 class _Allocation:
-    """Seconds since the run's begin, and the processes in it."""
+    """An allocation, in seconds since the run's begin, and its processes."""
 
     begin_s: float
     end_s: float
@@ -60,28 +60,28 @@ class _Allocation:
 def _allocations(
     history: History, sources: ExternalSources, attempts: Sequence[Attempt]
 ) -> list[_Allocation]:
-    """In order of time, none over another."""
-    found: dict[object, _Allocation] = {}
+    """Return the allocations in order of time, without overlaps."""
+    by_attempt: dict[object, _Allocation] = {}
     for attempt in attempts:
         begin_s = history.begin_s(attempt)
         end_s = history.since_begin_s(attempt, attempt.last_mono_ns)
         known = sources.accounting.of(attempt)
         key: object = known or id(attempt)
         if known is None:
-            found[key] = _Allocation(begin_s, end_s, False, [attempt])
+            by_attempt[key] = _Allocation(begin_s, end_s, False, [attempt])
             continue
         start_s = _since_begin(history, known.start_epoch_s, begin_s)
         stop_s = _since_begin(history, known.end_epoch_s, end_s)
-        mine = found.setdefault(key, _Allocation(start_s, stop_s, True))
-        mine.begin_s, mine.end_s = min(mine.begin_s, begin_s), max(mine.end_s, end_s)
-        mine.attempts.append(attempt)
-    ordered = sorted(found.values(), key=lambda one: one.begin_s)
+        own = by_attempt.setdefault(key, _Allocation(start_s, stop_s, True))
+        own.begin_s, own.end_s = min(own.begin_s, begin_s), max(own.end_s, end_s)
+        own.attempts.append(attempt)
+    ordered = sorted(by_attempt.values(), key=lambda a: a.begin_s)
     for before, after in itertools.pairwise(ordered):
-        after.begin_s = max(after.begin_s, before.end_s)  # a process that dies beside its successor
+        after.begin_s = max(after.begin_s, before.end_s)  # a dying process overlaps its successor
         after.end_s = max(after.end_s, after.begin_s)
     return ordered
 
 
 def _since_begin(history: History, epoch_s: int | None, otherwise_s: float) -> float:
-    """A moment of Slurm's."""
+    """Convert a moment of Slurm's."""
     return otherwise_s if epoch_s is None else epoch_s - history.begin_epoch_ns / 1e9

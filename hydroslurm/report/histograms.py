@@ -1,8 +1,8 @@
-"""How latencies are spread: one histogram for each, over all ranks and attempts of a run.
+"""Histograms of latencies, one for each, over all ranks and attempts of a run.
 
-Bars are hatched, so that a grey print can be read; the lines of the median and of the 99th
-percentile differ in their dashes. Both axes say what they count, in units; times are logarithmic,
-because a pause inside a long operator takes a hundred times as long as the median one.
+Hatched bars stay readable in grey print; the lines of the median and of the 99th percentile differ
+in their dashes. Both axes have units; times are logarithmic, because a pause inside a long operator
+takes a hundred times as long as the median one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydroslurm.report.lines import spelled
 _BINS = 24
 _COLUMNS = 3
 _LEAST_VALUES = 10
-"""Fewer values have no distribution: the table of latencies says all there is."""
+"""Fewer values make no distribution: the table of latencies says all."""
 _MEDIAN = ("median", "#009E73", "-")
 _P99 = ("p99", "#D55E00", "--")
 _LOOKS = {
@@ -45,8 +45,8 @@ class Histogram:
 
 
 def histograms_of(history: History) -> list[Histogram]:
-    """One for each latency that was measured often enough and is not always the same."""
-    found = []
+    """Return one for each latency that was measured often enough and varies."""
+    histograms = []
     measured: Mapping[Kind, Sequence[object]]
     measured = {"pause": history.pauses, "save": history.saves, "stop": history.stops}
     for kind, records in measured.items():
@@ -54,18 +54,18 @@ def histograms_of(history: History) -> list[Histogram]:
             values_s = latency.measured_s(records)
             if len(values_s) >= _LEAST_VALUES and values_s[0] < values_s[-1]:
                 title = f"{kind}: {latency.label}"
-                found.append(Histogram(title, tuple(values_s), *_LOOKS[kind]))
-    return found
+                histograms.append(Histogram(title, tuple(values_s), *_LOOKS[kind]))
+    return histograms
 
 
-def draw_histograms(found: Sequence[Histogram]) -> Figure:
-    """Draw at least one into a new figure."""
-    columns = min(_COLUMNS, len(found))
-    rows = math.ceil(len(found) / columns)
+def draw_histograms(histograms: Sequence[Histogram]) -> Figure:
+    """Draw at least one histogram into a new figure."""
+    columns = min(_COLUMNS, len(histograms))
+    rows = math.ceil(len(histograms) / columns)
     width_in, height_in = 4.0 * columns, 2.4 * rows + 0.35
     figure = Figure(figsize=(width_in, height_in))
     FigureCanvasAgg(figure)
-    for index, shown in enumerate(found):
+    for index, shown in enumerate(histograms):
         _draw(figure.add_subplot(rows, columns, index + 1), shown)
     figure.subplots_adjust(
         left=0.6 / width_in,
@@ -84,9 +84,9 @@ def draw_histograms(found: Sequence[Histogram]) -> Figure:
 
 
 def _draw(axes: Axes, shown: Histogram) -> None:
-    """On an axis that is linear in the logarithm, and labelled in times: matplotlib's logarithmic
-    axis makes a hundred ticks that nobody reads."""
-    logs = [math.log10(max(value_s, 1e-7)) for value_s in shown.values_s]  # 0 has a place, too
+    """Draw on a linear axis of logarithms labelled in times: matplotlib's logarithmic axis has a
+    hundred ticks."""
+    logs = [math.log10(max(value_s, 1e-7)) for value_s in shown.values_s]  # 0 must fit, too
     low = math.floor(logs[0])
     high = max(math.ceil(logs[-1]), low + 1)
     # one polygon: a rectangle per bin takes a quarter longer to draw

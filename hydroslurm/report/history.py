@@ -1,6 +1,6 @@
-"""All attempts, pauses and stops of a run: what figures, tables and pictures are made from.
+"""All attempts, pauses and stops of a run: the source of figures, tables and pictures.
 
-:mod:`~hydroslurm.report.reading` makes it from a run folder. Pure.
+:mod:`~hydroslurm.report.reading` builds it from a run folder. Pure.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hydroslurm.report.tables import Latency, latencies_of
 
 @dataclass(frozen=True)
 class History:
-    """Everything that happened in one run, all ranks and all attempts.
+    """All events of one run, over all ranks and attempts.
 
     Attributes:
-        events: lines that were read.
+        events: number of lines read.
         missing: what could not be read, in sentences.
         alignment: how the clocks of attempts and hosts were aligned.
     """
@@ -40,22 +40,22 @@ class History:
 
     @cached_property
     def pauses(self) -> tuple[Pause, ...]:
-        """In order of rank, then of time."""
+        """By rank, then time."""
         return tuple(pause for attempt in self.attempts for pause in attempt.pauses)
 
     @property
     def saves(self) -> tuple[Save, ...]:
-        """In order of rank, then of time."""
+        """By rank, then time."""
         return tuple(save for attempt in self.attempts for save in attempt.progress.saves)
 
     @property
     def stop_requests(self) -> tuple[StopRequest, ...]:
-        """All of them: two for one preemption are normal."""
+        """All stop requests; two per preemption are normal."""
         return tuple(stop for attempt in self.attempts for stop in attempt.stops)
 
     @cached_property
     def stopped(self) -> tuple[Stopped, ...]:
-        """The stops with their attempts, in order of rank, then of time."""
+        """The stops with their attempts, by rank, then time."""
         return stops_of(self.attempts)
 
     @property
@@ -67,15 +67,15 @@ class History:
         return tuple(self._by_rank)
 
     def attempts_of(self, rank: int) -> tuple[Attempt, ...]:
-        """The attempts of one rank, in order of time."""
+        """Return the attempts of one rank, in order of time."""
         return self._by_rank.get(rank, ())
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Attempt, ...]]:
-        found: dict[int, list[Attempt]] = {}
+        by_rank: dict[int, list[Attempt]] = {}
         for attempt in self.attempts:
-            found.setdefault(attempt.rank, []).append(attempt)
-        return {rank: tuple(attempts) for rank, attempts in sorted(found.items())}
+            by_rank.setdefault(attempt.rank, []).append(attempt)
+        return {rank: tuple(attempts) for rank, attempts in sorted(by_rank.items())}
 
     @property
     def job_ids(self) -> tuple[int, ...]:
@@ -84,12 +84,12 @@ class History:
         )
 
     def attempt_number(self, attempt: Attempt) -> int:
-        """1 for the first attempt of its rank."""
+        """Return the attempt's number within its rank, from 1."""
         return self._numbers[id(attempt)]
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        """By identity: an attempt holds all its pauses, which would be compared one by one."""
+        """Keyed by identity: comparing attempts would compare all their pauses."""
         by_rank = self._by_rank.values()
         return {
             id(attempt): n for attempts in by_rank for n, attempt in enumerate(attempts, start=1)
@@ -97,7 +97,7 @@ class History:
 
     @property
     def several_attempts(self) -> bool:
-        """Whether any rank has lived more than once: requeued, or started again by hand."""
+        """Whether any rank started more than once: requeued, or restarted by hand."""
         return len(self.attempts) > len(self.ranks)
 
     @property
@@ -107,7 +107,7 @@ class History:
 
     @cached_property
     def begin_epoch_ns(self) -> int:
-        """The first event of the first rank; 0 for a run without events."""
+        """First event of the first rank; 0 for a run without events."""
         return min(
             (attempt.epoch_ns(attempt.first_mono_ns) for attempt in self.attempts), default=0
         )
@@ -118,15 +118,15 @@ class History:
 
     @property
     def observed_s(self) -> float:
-        """From the first event to the last. Training before and after them leaves no trace."""
+        """Time from the first to the last event. Training outside of it leaves no trace."""
         return (self.end_epoch_ns - self.begin_epoch_ns) / 1e9
 
     def begin_s(self, attempt: Attempt) -> float:
-        """The first event of an attempt, in seconds since the run's first event."""
+        """Return an attempt's first event, in seconds since the run's first event."""
         return self.since_begin_s(attempt, attempt.first_mono_ns)
 
     def since_begin_s(self, attempt: Attempt, mono_ns: int) -> float:
-        """A stamp of an attempt, in seconds since the run's first event."""
+        """Convert an attempt's stamp to seconds since the run's first event."""
         return (attempt.epoch_ns(mono_ns) - self.begin_epoch_ns) / 1e9
 
 
@@ -146,7 +146,7 @@ class Summary(TypedDict):
 
 
 def summary(values: Iterable[float | None]) -> Summary:
-    """Count, p50, p99 and max of the values that are known."""
+    """Summarize the known values: count, p50, p99 and max."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return {"count": 0}
@@ -159,7 +159,7 @@ def summary(values: Iterable[float | None]) -> Summary:
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The nearest-rank percentile of at least one value in ascending order."""
+    """Return the nearest-rank percentile of at least one value in ascending order."""
     return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
 
 
@@ -170,4 +170,4 @@ LATENCIES: Mapping[Kind, tuple[Latency, ...]] = {
     "save": (Latency("save_ms", "start → committed", ",.1f"),),
     "stop": latencies_of(Stop),
 }
-"""Those whose distribution is shown, for tables and histograms."""
+"""Latencies whose distribution is shown, for tables and histograms."""

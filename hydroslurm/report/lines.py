@@ -1,4 +1,4 @@
-"""The events of a rank's file as a report reads them, and their fields by type."""
+"""The events of a rank's file for a report, and their typed fields."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hydroslurm.core.events import SCHEMA, Event, EventKind, event_lines
 from hydroslurm.core.files import clean
 
 _MOST_BYTES = 1 << 30
-"""Of one file, from its end: three million events."""
+"""Read at most this much from a file's end: three million events."""
 
 
 _MOST_INTEGER = 1 << 63
 _MOST_NUMBER = 1e18
-"""Sums of such numbers are finite, and nothing that we measure is as large."""
+"""Above any value we measure, and small enough that sums stay finite."""
 
 
 @dataclass
 class Unread:
-    """Lines that nothing could be made of.
+    """Counts of unreadable lines.
 
     Attributes:
-        torn: cut off, or not of an event.
-        unknown: of a later version: its schema, or a kind that is not known here.
+        torn: cut off, or not an event.
+        unknown: from a later version: unknown schema or kind.
     """
 
     torn: int = 0
@@ -40,7 +40,7 @@ class Unread:
 
 
 def rank_events(path: Path, unread: Unread) -> Iterator[Event]:
-    """The events of one file in order; the lines that are passed over are counted in ``unread``.
+    """Yield the events of one file in order; count skipped lines in ``unread``.
 
     Raises:
         OSError: the file cannot be read.
@@ -76,7 +76,7 @@ def _is_of_later_version(line: bytes) -> bool:
 
 
 def data_of(event: Event | None) -> Mapping[str, Any]:
-    """The fields of an event; none when there is no event."""
+    """Return the fields of an event; none if there is no event."""
     return {} if event is None else event.data
 
 
@@ -89,15 +89,15 @@ def step_of(event: Event | None) -> int | None:
 
 
 def span(begin_ns: int | None, end_ns: int | None, unit_ns: float) -> float | None:
-    """The time between two stamps, in a unit. None for what is unknown, and for stamps that run
-    backwards: they are damaged, and a negative latency is worse than none."""
+    """Return the time between two stamps in a unit. None if one is unknown or they run backwards:
+    such stamps are damaged, and a negative latency is worse than none."""
     if begin_ns is None or end_ns is None or end_ns < begin_ns:
         return None
     return (end_ns - begin_ns) / unit_ns
 
 
 def spelled(time_s: float) -> str:
-    """A time with the unit that keeps it short."""
+    """Format a time with the unit that keeps it short."""
     for unit, size_s in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(time_s) >= size_s * 0.9995:
             return f"{time_s / size_s:.3g} {unit}" if abs(time_s) < 999.5 else f"{time_s:,.0f} s"
@@ -119,13 +119,13 @@ def first_integer(events: Iterable[Event | None], key: str) -> int | None:
 
 
 def text(data: Mapping[str, Any], key: str) -> str | None:
-    """Such that it can be shown."""
+    """Return a printable text field."""
     value = data.get(key)
     return clean(value) if isinstance(value, str) else None
 
 
 def number(data: Mapping[str, Any], key: str) -> float | None:
-    """A finite number that is not negative, as every duration is."""
+    """Return a finite number >= 0, as every duration is."""
     value = data.get(key)
     if type(value) is float or type(value) is int:
         return float(value) if 0 <= value < _MOST_NUMBER else None

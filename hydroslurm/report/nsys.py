@@ -1,14 +1,14 @@
-"""One report of nsys: its pauses and stops in the job's own clock, and how they are shown.
+"""One nsys report: its pauses and stops in the job's own clock, and their tables.
 
-nsys itself exports a report to SQLite, and makes a table when it has its first row: on a machine
-without a GPU there is none of kernels. Its user guide has the schema ("SQLite Schema Reference");
-seen here are schema 3.0.0 of nsys 2022.4 and what later ones have added. What each mark of
-hydroslurm means is written in ``hydroslurm/gate/native/marks.h``.
+nsys itself exports a report to SQLite. It creates a table with its first row, so without a GPU
+there is no table of kernels. Its user guide has the schema ("SQLite Schema Reference"); this code
+has read schema 3.0.0 of nsys 2022.4 and later additions. ``hydroslurm/gate/native/marks.h``
+explains hydroslurm's marks.
 
 Every timestamp of a :class:`Profile` is CLOCK_MONOTONIC of the profiled host, as in the event log.
-A pause here and one in the log are the same when ``pid`` and ``requested_mono_ns`` are equal, to
-the nanosecond: the NVTX mark carries the signal handler's own timestamp. What nsys timed itself is
-accurate to ``error_ns``.
+A pause here is the one in the log with the same ``pid`` and ``requested_mono_ns``, to the
+nanosecond: the NVTX mark carries the signal handler's own timestamp. nsys's own times are accurate
+to ``error_ns``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RANGES = (
     "restoring",
 )  # fmt: skip
 _MARK, _DOMAIN_CREATE = 34, 75
-"""Event types, where the report does not name them."""
+"""Event types, for reports that do not name them."""
 _TID_BITS = 24
 """globalTid = ... pid << 24 | tid; globalPid the same with a tid of 0."""
 _LOW = (1 << _TID_BITS) - 1
@@ -56,72 +56,72 @@ TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": "memsets",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graphs",
 }
-"""The last: graphs as a whole. Traced node by node they stand among the kernels."""
+"""The last one: graphs as a whole. Graphs traced by node are among the kernels."""
 BLOCK = 8192
 """Rows that SQLite summarizes together."""
 EXPORT_TIMEOUT_S = 1800
-"""Minutes are usual for a report of gigabytes."""
+"""Reports of gigabytes usually take minutes."""
 REPORT_SUFFIX, SQLITE_SUFFIX, _RAW_SUFFIX = ".nsys-rep", ".sqlite", ".qdstrm"
 
 _NEIGHBOURS = 8
-"""Marks on each side that are looked at."""
+"""Marks checked on each side."""
 _DRIFT_MAX, _DRIFT_MIN = 500e-6, 10e-6
-"""The first is what the kernel slews CLOCK_MONOTONIC by at most."""
+"""The first is the fastest that the kernel slews CLOCK_MONOTONIC."""
 _CLOSE_NS = 10_000_000
-"""Closer marks measure each other's delay; the drift is no more than 5 us in this time."""
+"""Marks this close measure each other's delay; the drift is at most 5 us in this time."""
 _APART_NS = 1_000_000_000
 """Marks further apart than this measure the drift."""
 
 
 @dataclass(frozen=True)
 class ProfiledPause:
-    """One pause of one process. None: the report does not hold it."""
+    """One pause of one process. None: not in the report."""
 
     pid: int
     tid: int | None
-    """The thread that was parked last; None when no thread had to be held."""
+    """The last thread parked; None if none had to be held."""
     number: int | None
-    """Of the pause, counted in its process."""
+    """Number of the pause in its process."""
     signal: int
-    """0: asked for by the program or by another rank."""
+    """0: requested by the program or another rank."""
     requested_mono_ns: int | None
     """When the signal handler ran."""
     parked_mono_ns: int | None
     """When the last thread was put to sleep."""
     drained_mono_ns: int | None
-    """When the accelerator had finished what was launched before."""
+    """When the accelerator had finished all earlier launches."""
     last_kernel_end_mono_ns: int | None
-    """End of the last kernel, copy or memset of before; earlier than the request where the device
-    was idle by then."""
+    """End of the last earlier kernel, copy or memset; before the request if the device was
+    idle by then."""
     resume_requested_mono_ns: int | None
-    """None also where a stop ended the pause."""
+    """None also if a stop ended the pause."""
     running_mono_ns: int | None
     """When the first thread ran again."""
     first_kernel_mono_ns: int | None
     """Start of the first kernel, copy or memset after that."""
     error_ns: int | None
-    """What the moments that nsys timed may be wrong by; None: the clocks could not be joined."""
+    """Error bound of nsys's times; None: the clocks could not be aligned."""
 
 
 @dataclass(frozen=True)
 class ProfiledStop:
-    """One stop of one process. None: the report does not hold it."""
+    """One stop of one process. None: not in the report."""
 
     pid: int
     signal: int
-    """0: asked for by the program or by another rank."""
+    """0: requested by the program or another rank."""
     requested_mono_ns: int | None
     saving_mono_ns: int | None
     """When the snapshot began."""
     durable_mono_ns: int | None
-    """When its parts were on disk, or the save had failed."""
+    """When its parts were on disk, or the save failed."""
     committed_mono_ns: int | None
     requeued_mono_ns: int | None
     """When Slurm had answered."""
     step: int | None
-    """That was saved."""
+    """The saved step."""
     error_ns: int | None
-    """What the moments that nsys timed may be wrong by; None: the clocks could not be joined."""
+    """Error bound of nsys's times; None: the clocks could not be aligned."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Profile:
     path: Path
     host: str | None
     session_epoch_ns: int | None
-    """Wall clock of the moment that nsys counts from."""
+    """Wall clock at nsys's time 0."""
     pids: tuple[int, ...]
     """Processes with marks of hydroslurm."""
     pauses: tuple[ProfiledPause, ...]
@@ -141,29 +141,29 @@ class Profile:
     alignment_error_ns: int | None
     """The largest ``error_ns`` of the above."""
     missing: tuple[str, ...]
-    """What the report does not hold and a reader would look for; plain sentences."""
+    """What a reader would miss in the report, in sentences."""
     epoch_offset_ns: int | None
-    """Added to CLOCK_MONOTONIC it gives the wall clock, as it was when nsys began."""
+    """Add it to CLOCK_MONOTONIC for the wall clock, as of nsys's start."""
     version: str | None
-    """Of the nsys that wrote it."""
+    """Version of the nsys that wrote it."""
 
 
 def read_profile(path: Path) -> Profile:
-    """Read ``*.nsys-rep`` or ``*.sqlite``. A cut-off file is read as far as it goes.
+    """Read ``*.nsys-rep`` or ``*.sqlite``. A cut-off file is read as far as possible.
 
-    An ``.nsys-rep`` is turned into SQLite first, which stays beside it where that can be written.
+    An ``.nsys-rep`` is first exported to SQLite, which is kept beside it if possible.
 
     Raises:
-        NsysMissing: the report has to be exported, and there is no ``nsys`` here.
-        ProfileError: not a report of nsys, or nothing of it can be read.
+        NsysMissing: the report must be exported, and there is no ``nsys`` here.
+        ProfileError: not an nsys report, or unreadable.
     """
     with as_sqlite(path) as exported, open_database(exported) as database:
         processes, clocks = read_marks(database)
         timebase = Timebase(clocks)
-        gpu = Gpu(database, (one.global_pid for one in processes if one.marks["pause_request"]))
-        pauses = [pause for one in processes for pause in pauses_of(one, timebase, gpu)]
-        stops = [stop for one in processes for stop in stops_of(one, timebase)]
-        stated = [one.error_ns for one in pauses] + [one.error_ns for one in stops]
+        gpu = Gpu(database, (p.global_pid for p in processes if p.marks["pause_request"]))
+        pauses = [pause for process in processes for pause in pauses_of(process, timebase, gpu)]
+        stops = [stop for process in processes for stop in stops_of(process, timebase)]
+        stated = [item.error_ns for item in pauses] + [item.error_ns for item in stops]
         epoch_ns = database.integer("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
         versions = (
             database.text(table, "EXPORT_PRODUCT_VERSION")
@@ -173,7 +173,7 @@ def read_profile(path: Path) -> Profile:
             path=path,
             host=database.text("TARGET_INFO_SYSTEM_ENV", "Hostname"),
             session_epoch_ns=epoch_ns,
-            pids=tuple(one.pid for one in processes),
+            pids=tuple(process.pid for process in processes),
             pauses=tuple(pauses),
             stops=tuple(stops),
             alignment_error_ns=max(
@@ -186,13 +186,13 @@ def read_profile(path: Path) -> Profile:
 
 
 def _absent(processes: Sequence[ProcessMarks], clocks: Sequence[object], gpu: Gpu) -> Iterator[str]:
-    timed = any(several for one in processes for several in one.ranges.values())
+    timed = any(several for process in processes for several in process.ranges.values())
     if timed and len(clocks) < 2:
         yield (
             f"{len(clocks)} `clock` mark(s) where two are needed: what nsys timed itself "
             "cannot be converted to the clock of the event log"
         )
-    idle = [str(one.pid) for one in processes if not gpu.worked_for(one.global_pid)]
+    idle = [str(process.pid) for process in processes if not gpu.worked_for(process.global_pid)]
     if processes and len(idle) == len(processes):
         yield "no kernels, copies or memsets: profiled without --trace=cuda, or no GPU was used"
     elif idle:
@@ -205,7 +205,7 @@ _US, _MS, _S = 1e3, 1e6, 1e9
 
 
 class _Latency(NamedTuple):
-    """From one moment of a pause or stop to another, in JSON by its key and as a column."""
+    """Time between two moments of a pause or stop, as JSON key and column."""
 
     key: str
     begin: str
@@ -215,15 +215,15 @@ class _Latency(NamedTuple):
     spec: str
     optional: bool = False
 
-    def between(self, one: object) -> int | None:
-        begin_ns, end_ns = (getattr(one, f"{name}_mono_ns") for name in (self.begin, self.end))
+    def between(self, item: object) -> int | None:
+        begin_ns, end_ns = (getattr(item, f"{name}_mono_ns") for name in (self.begin, self.end))
         return None if begin_ns is None or end_ns is None else end_ns - begin_ns
 
     @property
     def column(self) -> Column:
         return Column(
             self.heading,
-            lambda one: number(self.between(one), self.spec, self.unit_ns),
+            lambda item: number(self.between(item), self.spec, self.unit_ns),
             optional=self.optional,
         )
 
@@ -248,10 +248,10 @@ _OF_STOPS = (
 
 
 def profile_figures(profile: Profile) -> dict[str, Any]:
-    """All of it for JSON: moments as they are, latencies as ``*_ns``; null where not known."""
+    """Return all of it for JSON: moments as they are, latencies as ``*_ns``; null if unknown."""
 
-    def rows(found: Iterable[object], latencies: Sequence[_Latency]) -> list[dict[str, Any]]:
-        return [{**vars(one), **{of.key: of.between(one) for of in latencies}} for one in found]
+    def rows(items: Iterable[object], latencies: Sequence[_Latency]) -> list[dict[str, Any]]:
+        return [{**vars(item), **{x.key: x.between(item) for x in latencies}} for item in items]
 
     return {
         "report": str(profile.path),
@@ -268,7 +268,7 @@ def profile_figures(profile: Profile) -> dict[str, Any]:
 
 
 def profile_tables(profile: Profile, *, most: int) -> list[Table]:
-    """A table of pauses and one of stops, where there are any."""
+    """Return tables of the pauses and stops, if any."""
     tables = (
         ("pause", "number", _OF_PAUSES, profile.pauses),
         ("step", "step", _OF_STOPS, profile.stops),
@@ -277,13 +277,13 @@ def profile_tables(profile: Profile, *, most: int) -> list[Table]:
         table_of(
             "",
             [
-                Column("process", lambda one: str(one.pid)),
-                Column(counted, lambda one, key=key: number(getattr(one, key), "d")),  # type: ignore[misc]
-                # 0 was asked for by the program or by another rank
-                Column("signal", lambda one: signal_name(one.signal) if one.signal else "none",
+                Column("process", lambda item: str(item.pid)),
+                Column(counted, lambda item, key=key: number(getattr(item, key), "d")),  # type: ignore[misc]
+                # 0: requested by the program or another rank
+                Column("signal", lambda item: signal_name(item.signal) if item.signal else "none",
                        left=True),
                 *(latency.column for latency in latencies),
-                Column("error\n\n(±µs)", lambda one: number(one.error_ns, ",.1f", _US)),
+                Column("error\n\n(±µs)", lambda item: number(item.error_ns, ",.1f", _US)),
             ],
             records[:most],
             left_out=max(0, len(records) - most),
@@ -294,17 +294,17 @@ def profile_tables(profile: Profile, *, most: int) -> list[Table]:
 
 
 def profile_sentences(profile: Profile) -> list[str]:
-    """What stands below the tables: the error of the clocks, and what is missing."""
-    said = []
+    """Return the sentences below the tables: the clocks' error, and what is missing."""
+    sentences = []
     if profile.pids and not profile.pauses and not profile.stops:
-        said.append("Nothing was paused or stopped while nsys recorded.")
+        sentences.append("Nothing was paused or stopped while nsys recorded.")
     if profile.alignment_error_ns is not None:
-        said.append(
+        sentences.append(
             "nsys's clock is joined to CLOCK_MONOTONIC, the clock of the event log, to within "
             f"{profile.alignment_error_ns / _US:,.1f} µs; requests carry the stamp of the "
             "signal's handler and have no such error."
         )
-    return [*said, *(f"Missing: {sentence}." for sentence in profile.missing)]
+    return [*sentences, *(f"Missing: {sentence}." for sentence in profile.missing)]
 
 
 def profile_heading(profile: Profile) -> str:
@@ -323,27 +323,27 @@ def profile_heading(profile: Profile) -> str:
 
 
 def find_nsys() -> str | None:
-    """The program: of PATH, else beside this Python, where setup.sh puts it."""
+    """Find the program on PATH, else beside this Python, where setup.sh puts it."""
     return shutil.which("nsys") or shutil.which("nsys", path=str(Path(sys.executable).parent))
 
 
 def profiles_in(folder: Path) -> tuple[Path, ...]:
-    """The reports in a folder, by name; of one that was exported already only the report."""
-    found = {}
+    """Return a folder's reports by name; of an exported one only the report."""
+    paths = {}
     for suffix in (SQLITE_SUFFIX, REPORT_SUFFIX):
         for path in folder.glob(f"*{suffix}"):
-            found[path.name.removesuffix(suffix)] = path
-    return tuple(path for _, path in sorted(found.items()))
+            paths[path.name.removesuffix(suffix)] = path
+    return tuple(path for _, path in sorted(paths.items()))
 
 
 @contextlib.contextmanager
 def as_sqlite(path: Path) -> Iterator[Path]:
-    """``path`` itself, or what it is exported to: beside it where that can be written, else in a
-    temporary folder that is gone afterwards. An export that is newer than its report is used again,
-    if nobody could have made it who could not have written the report.
+    """Yield ``path`` or its export: beside it if possible, else in a temporary folder that is
+    removed afterwards. An export newer than its report is reused if only those who could write
+    the report could have made it.
 
     Raises:
-        NsysMissing: it has to be exported, and there is no ``nsys``.
+        NsysMissing: it must be exported, and there is no ``nsys``.
         ProfileError: no such file, or nsys cannot export it.
     """
     if not path.is_file():
@@ -374,28 +374,28 @@ def as_sqlite(path: Path) -> Iterator[Path]:
     except OSError:  # another user's report, or a full disk
         temporary = tempfile.TemporaryDirectory(prefix=".nsys-export-")
     with temporary as folder:
-        made = Path(folder, beside.name)
-        _export(nsys, path, made)
+        output = Path(folder, beside.name)
+        _export(nsys, path, output)
         with contextlib.suppress(OSError):
-            made = made.replace(beside) if made.parent.parent == path.parent else made
-        yield made
+            output = output.replace(beside) if output.parent.parent == path.parent else output
+        yield output
 
 
 def _is_as_good_as(report: Path, beside: Path) -> bool:
-    """Whether an export can be believed as far as its report: it lies in the same folder, so that
-    only its owner and its mode can make a difference."""
+    """Whether an export is as trustworthy as its report: in the same folder only owner and mode
+    can differ."""
     status = beside.lstat()
     owners = {os.getuid(), 0, report.stat().st_uid}
     others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != report.stat().st_gid else 0)
     return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not status.st_mode & others
 
 
-def _export(nsys: str, report: Path, made: Path) -> None:
-    """Raises ProfileError: with what nsys said."""
+def _export(nsys: str, report: Path, output: Path) -> None:
+    """Export a report; raises ProfileError with nsys's output."""
     argv = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true"]
     try:
         done = subprocess.run(
-            [*argv, "--output", str(made), str(report)],
+            [*argv, "--output", str(output), str(report)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -405,11 +405,11 @@ def _export(nsys: str, report: Path, made: Path) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ProfileError(f"{report}: nsys could not export it: {error}") from None
-    if done.returncode != 0 or not made.is_file():
-        said = [line for line in done.stdout.replace("\r", "\n").splitlines() if line.strip()]
+    if done.returncode != 0 or not output.is_file():
+        out = [line for line in done.stdout.replace("\r", "\n").splitlines() if line.strip()]
         raise ProfileError(
             f"{report}: `{nsys} export` ended with {done.returncode}: "
-            f"{' '.join(said[-3:]) or 'it said nothing'}; a report that was cut off, or of a newer "
+            f"{' '.join(out[-3:]) or 'it said nothing'}; a report that was cut off, or of a newer "
             "nsys, has to be exported by the nsys that wrote it"
         )
 
@@ -418,8 +418,8 @@ def _export(nsys: str, report: Path, made: Path) -> None:
 
 
 class Database:
-    """One report, read-only, which may be hostile: only tables are read, never a view or a
-    column that is computed. What cannot be read is named in ``missing`` and read as nothing."""
+    """One report, read-only, which may be hostile: reads only tables, no views or computed
+    columns. ``missing`` names what is unreadable, which reads as empty."""
 
     def __init__(
         self, connection: sqlite3.Connection, tables: frozenset[str], *, size_bytes: int
@@ -430,7 +430,7 @@ class Database:
         self._connection = connection
 
     def columns(self, table: str) -> frozenset[str]:
-        """Of a table; none when there is no such table."""
+        """Return a table's columns; none if there is no such table."""
         if table not in self._tables:
             return frozenset()
         rows = self.rows(f"PRAGMA table_xinfo({table})", what=f"the columns of {table}")
@@ -445,11 +445,11 @@ class Database:
         integers: Sequence[int] = (),
         if_any: Sequence[int] = (),
     ) -> Iterator[tuple[Any, ...]]:
-        """All rows, or those before the place where the file is torn; ``what`` names them then.
+        """Yield all rows, or those before the file is torn; ``what`` names them in that case.
 
         Args:
-            integers: number of the columns that hold one; a row with anything else there is none.
-            if_any: of those that hold one or nothing.
+            integers: indices of columns that must be integers; other rows are skipped.
+            if_any: those of them that may be null.
         """
         count = 0
         try:
@@ -465,24 +465,24 @@ class Database:
                 self.missing.append(sentence)
 
     def string_ids(self, names: Sequence[str]) -> dict[int, str]:
-        """Those of the names that the report holds, by id."""
+        """Return the ids of those names that the report has."""
         if not self.columns("StringIds"):
             return {}
         sql = f"SELECT id, value FROM StringIds WHERE value IN ({', '.join('?' * len(names))})"
         return dict(self.rows(sql, names, what="names", integers=(0,)))
 
     def event_type(self, name: str, number: int) -> int:
-        """The number of an event type: by name where the report names them."""
+        """Return the number of an event type, by name if the report names them."""
         known = self._first("ENUM_NSYS_EVENT_TYPE", "id", f"name = '{name}'")
         return known if type(known) is int else number
 
     def text(self, table: str, name: str) -> str | None:
-        """The value of a name in a table of names and values."""
+        """Look a name up in a table of names and values."""
         value = self._first(table, "value", f"name = '{name}'")
         return None if value is None else clean(str(value))
 
     def integer(self, table: str, column: str) -> int | None:
-        """Of the first row of a table."""
+        """Read a column of a table's first row."""
         value = self._first(table, column, "true")
         return value if type(value) is int else None
 
@@ -494,15 +494,15 @@ class Database:
 
 @contextlib.contextmanager
 def open_database(path: Path) -> Iterator[Database]:
-    """Raises ProfileError: no SQLite, not of nsys, or torn before its first table."""
+    """Open a report; raises ProfileError: not SQLite, not nsys's, or torn before any table."""
     try:
-        # immutable: also on a read-only disk, and no lock file beside somebody else's report
+        # immutable: works on a read-only disk, leaves no lock file beside another user's report
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
     except sqlite3.Error as error:
         raise ProfileError(f"{path}: cannot be opened: {error}") from None
     with contextlib.closing(connection):
         try:
-            # without this SQLite opens no file that is shorter than it was; nothing is written
+            # otherwise SQLite refuses a truncated file; nothing is written
             connection.execute("PRAGMA writable_schema = ON")
             connection.execute("PRAGMA trusted_schema = OFF")
             sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
@@ -522,7 +522,7 @@ def open_database(path: Path) -> Iterator[Database]:
 
 
 class _Block(NamedTuple):
-    """One process's rows among :data:`BLOCK` that lie together."""
+    """One process's rows among :data:`BLOCK` contiguous ones."""
 
     table: str
     first_row: int
@@ -532,20 +532,19 @@ class _Block(NamedTuple):
 
 
 class Gpu:
-    """When the device worked for each process: kernels, copies, memsets and graphs. Times are
-    nsys's.
+    """Each process's work on the device: kernels, copies, memsets and graphs. Times are nsys's.
 
-    A report has millions of them. SQLite reads them once for each process, block by block, as they
-    lie in the file, which is nearly in the order of time; a moment then costs a look at the few
-    blocks that it lies in. Reading them into Python, or sorting them, would take ten times as long.
+    A report has millions. SQLite reads them once per process, block by block, in file order, which
+    is nearly that of time; a query then reads only the few blocks around its moment. Reading all
+    into Python, or sorting, would take ten times as long.
     """
 
     def __init__(self, database: Database, global_pids: Iterable[int]) -> None:
         self._database = database
         tables = [t for t in TABLES if {"start", "end", "globalPid"} <= database.columns(t)]
         self._blocks = {
-            one: [block for table in tables for block in _blocks(database, table, one)]
-            for one in global_pids
+            pid: [block for table in tables for block in _blocks(database, table, pid)]
+            for pid in global_pids
         }
 
     def worked_for(self, global_pid: int) -> bool:
@@ -553,7 +552,7 @@ class Gpu:
         return bool(self._blocks.get(global_pid))
 
     def last_end(self, global_pid: int, *, before_ns: int) -> int | None:
-        """When the last of what started before a moment had ended, which may be after it."""
+        """End of the last work that started before a moment; may be after it."""
         ends = [
             block.last_end_ns
             if block.last_start_ns < before_ns
@@ -577,8 +576,8 @@ class Gpu:
         sql = f"SELECT {what} FROM {block.table} WHERE {_OF_BLOCK} AND {where} ?"
         values = (block.first_row, block.first_row + BLOCK - 1, global_pid, ns)
         rows = self._database.rows(sql, values, what=TABLES[block.table], if_any=(0,))
-        found: int | None = next(rows, (None,))[0]
-        return found
+        moment: int | None = next(rows, (None,))[0]
+        return moment
 
 
 _OF_BLOCK = "rowid BETWEEN ? AND ? AND globalPid = ?"
@@ -586,16 +585,16 @@ _OF_BLOCK = "rowid BETWEEN ? AND ? AND globalPid = ?"
 
 def _blocks(database: Database, table: str, global_pid: int) -> Iterator[_Block]:
     what = TABLES[table]
-    # not MIN and MAX in one question, for which SQLite would read the whole table
+    # separate queries for MIN and MAX: for both at once SQLite reads the whole table
     sql = f"SELECT (SELECT MIN(rowid) FROM {table}), (SELECT MAX(rowid) FROM {table})"
     first, last = next(database.rows(sql, what=what), (None, None))
-    if first is None or last - first > database.size_bytes:  # no table has rows without bytes
+    if first is None or last - first > database.size_bytes:  # each row takes bytes
         return
     sql = f"SELECT MIN(start), MAX(start), MAX(end) FROM {table} WHERE {_OF_BLOCK}"
     for row in range(first, last + 1, BLOCK):
         values = (row, row + BLOCK - 1, global_pid)
-        for found in database.rows(sql, values, what=what, integers=(0, 1, 2)):
-            yield _Block(table, row, *found)
+        for bounds in database.rows(sql, values, what=what, integers=(0, 1, 2)):
+            yield _Block(table, row, *bounds)
 
 
 # --- the marks and ranges of the domain hydroslurm ----------------------------------------------
@@ -603,8 +602,8 @@ def _blocks(database: Database, table: str, global_pid: int) -> Iterator[_Block]
 
 @dataclass(frozen=True)
 class Mark:
-    """A request or a moment: the watcher emitted it at ``nsys_ns``; the stamp is the handler's, or
-    that of the event log. ``signal``: of a request."""
+    """A request or moment, emitted by the watcher at ``nsys_ns``; the stamp is the handler's or
+    the event log's. ``signal``: of a request."""
 
     nsys_ns: int
     stamp_mono_ns: int
@@ -613,7 +612,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Range:
-    """``payload``: number of the pause, or step. ``end_ns`` is None when it never ended."""
+    """``payload``: number of the pause, or step. ``end_ns`` is None if it never ended."""
 
     begin_ns: int
     end_ns: int | None
@@ -623,21 +622,21 @@ class Range:
 
 @dataclass
 class ProcessMarks:
-    """What one process emitted, each in the order of nsys's time."""
+    """Marks and ranges of one process, each in order of nsys's time."""
 
     pid: int
     global_pid: int
-    """What its kernels carry."""
+    """Process id of its kernels."""
     marks: defaultdict[str, list[Mark]] = field(default_factory=lambda: defaultdict(list))
     ranges: defaultdict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
 
 
 def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, int]]]:
-    """What each process emitted, by pid; and the marks ``clock`` of all of them, which have both
-    clocks in common: nsys's time, and CLOCK_MONOTONIC read just before. Without any process the
-    database's ``missing`` says why."""
+    """Return each process's marks, by pid, and all marks ``clock``, which tie the two clocks
+    together: nsys's time, and CLOCK_MONOTONIC read just before. Without any process ``missing``
+    of the database says why."""
     domains = _domains(database)
-    processes = {one: ProcessMarks(one >> _TID_BITS & _LOW, one) for one, _ in domains}
+    processes = {pid: ProcessMarks(pid >> _TID_BITS & _LOW, pid) for pid, _ in domains}
     clocks: list[tuple[int, int]] = []
     if not domains:
         return [], clocks
@@ -645,7 +644,7 @@ def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, 
     mark = database.event_type("NvtxMark", _MARK)
     last_ns = database.integer("ANALYSIS_DETAILS", "duration")
     category = "category" if "category" in database.columns("NVTX_EVENTS") else "0"
-    # by id, so that millions of rows of operators are passed over without reading their text
+    # by id, which skips millions of operator rows without reading their text
     sql = (
         f"SELECT start, end, eventType, {category}, globalTid, textId, domainId, uint64Value "
         f"FROM NVTX_EVENTS WHERE textId IN ({', '.join('?' * len(ids))}) "
@@ -662,7 +661,7 @@ def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, 
             continue
         process = processes[global_pid]
         if kind != mark and name in RANGES:
-            # nsys ends what was not ended with its recording
+            # nsys ends open ranges with its recording
             end_ns = None if end == last_ns else end
             process.ranges[name].append(Range(start, end_ns, payload, global_tid & _LOW))
         elif kind == mark and name == CLOCK:
@@ -671,12 +670,12 @@ def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, 
             process.marks[name].append(
                 Mark(start, payload, (signal or 0) if name in REQUESTS else 0)
             )
-    return sorted(processes.values(), key=lambda one: one.pid), clocks
+    return sorted(processes.values(), key=lambda process: process.pid), clocks
 
 
 def _domains(database: Database) -> set[tuple[int, int]]:
-    """Process and number of its domain: each process counts its domains for itself. Where there is
-    none to be read, ``missing`` says why."""
+    """Return process and number of its domain; each process numbers its own. If there are none,
+    ``missing`` says why."""
     columns = database.columns("NVTX_EVENTS")
     wanted = {"start", "end", "eventType", "globalTid", "textId", "domainId"}
     domains: set[tuple[int, int]] = set()
@@ -714,23 +713,23 @@ def _created_domains(database: Database) -> set[tuple[int, int]]:
 
 
 class _Converter:
-    """nsys's moments in CLOCK_MONOTONIC, and the worst error among them."""
+    """Converts nsys's times to CLOCK_MONOTONIC, and keeps the worst error."""
 
     def __init__(self, timebase: Timebase) -> None:
         self._timebase = timebase
         self.error_ns: int | None = None
 
     def mono(self, nsys_ns: int | None) -> int | None:
-        found = None if nsys_ns is None else self._timebase.mono(nsys_ns)
-        if found is None:
+        converted = None if nsys_ns is None else self._timebase.mono(nsys_ns)
+        if converted is None:
             return None
-        self.error_ns = max(found[1], self.error_ns or 0)
-        return found[0]
+        self.error_ns = max(converted[1], self.error_ns or 0)
+        return converted[0]
 
 
 @dataclass(frozen=True)
 class _Between:
-    """One pause in nsys's time, with what was emitted for it."""
+    """One pause in nsys's time, with its marks and ranges."""
 
     number: int | None
     asked: Mark | None
@@ -740,17 +739,17 @@ class _Between:
 
 
 def pauses_of(marks: ProcessMarks, timebase: Timebase, gpu: Gpu) -> list[ProfiledPause]:
-    """In order. A request that closed no gate makes none, unless the recording ends with it."""
+    """Return the pauses in order. A request that closed no gate is none, except at the end."""
     return [_profiled(marks, pause, timebase, gpu) for pause in _pauses(marks)]
 
 
 def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
-    """At most one: a process ends with its stop. What it saves before is no part of one."""
+    """Return at most one: a process ends with its stop. Earlier saves do not belong to it."""
     requests, requeueing = marks.marks["stop_request"], marks.ranges["requeueing"]
     if not requests and not requeueing:
         return []
     first = requests[0] if requests else None
-    # a save that was under way is waited for, or the state is saved anew: the last one counts
+    # a stop waits for a running save, or saves again: the last one counts
     since_ns = first.nsys_ns if first else 0
     saving = _last(r for r in marks.ranges["saving"] if r.end_ns is None or r.end_ns >= since_ns)
     committing = _last(
@@ -782,9 +781,9 @@ def _last(ranges: Iterable[Range]) -> Range | None:
 def _pauses(marks: ProcessMarks) -> list[_Between]:
     by_number: dict[int, defaultdict[str, list[Range]]] = {}
     for name in ("pausing", "parked", "resuming", "draining"):
-        for one in marks.ranges[name]:
-            by_number.setdefault(one.payload, defaultdict(list))[name].append(one)
-    # a stop opens the gate, and is no resume
+        for span in marks.ranges[name]:
+            by_number.setdefault(span.payload, defaultdict(list))[name].append(span)
+    # a stop opens the gate without a resume
     stops = {stop.stamp_mono_ns for stop in marks.marks["stop_request"]}
     pauses: list[_Between] = []
     since_ns = 0
@@ -804,23 +803,23 @@ def _pauses(marks: ProcessMarks) -> list[_Between]:
         pauses.append(_Between(which, asked, last, resumed, ranges))
         since_ns = resumed.nsys_ns if resumed else begin_ns
     if not pauses or pauses[-1].resumed:
-        # the recording ends before the gate had closed
-        asked_since = (one for one in marks.marks["pause_request"] if one.nsys_ns > since_ns)
-        pauses += [_Between(None, one) for one in asked_since]
+        # the recording ended before the gate closed
+        asked_since = (mark for mark in marks.marks["pause_request"] if mark.nsys_ns > since_ns)
+        pauses += [_Between(None, mark) for mark in asked_since]
     return pauses
 
 
 def _begin(ranges: Mapping[str, list[Range]]) -> int:
-    """When the gate was closing: a thread may be held before the watcher emits ``pausing``."""
+    """Return when the gate closed: a thread may be held before the watcher emits ``pausing``."""
     if ranges["pausing"]:
         return ranges["pausing"][0].begin_ns
-    return min(one.begin_ns for several in ranges.values() for one in several)
+    return min(span.begin_ns for several in ranges.values() for span in several)
 
 
 def _request_of(moment: Mark, requests: list[Mark]) -> Mark:
-    """That with its stamp; a gate that is stopped opens by none."""
-    found = (one for one in requests if one.stamp_mono_ns == moment.stamp_mono_ns)
-    return next(found, moment)
+    """Return the request with its stamp; none opens a gate that is stopped."""
+    matching = (mark for mark in requests if mark.stamp_mono_ns == moment.stamp_mono_ns)
+    return next(matching, moment)
 
 
 def _profiled(marks: ProcessMarks, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
@@ -828,7 +827,7 @@ def _profiled(marks: ProcessMarks, pause: _Between, timebase: Timebase, gpu: Gpu
     parked_ns, tid = _parked(pause)
     running_ns = _running(pause, timebase)
     drained_ns = pause.ranges["draining"][-1].end_ns if pause.ranges["draining"] else None
-    # what is vacated is copied after the drain, and what comes back is copied before threads run
+    # vacated memory is copied after the drain, and copied back before threads run
     idle_ns = drained_ns if drained_ns is not None else running_ns
     last_end_ns = None
     if parked_ns is not None:
@@ -854,8 +853,8 @@ def _profiled(marks: ProcessMarks, pause: _Between, timebase: Timebase, gpu: Gpu
 
 
 def _parked(pause: _Between) -> tuple[int | None, int | None]:
-    """When the last thread came to rest, and which. A thread that comes to the gate later, while
-    all others are held, delays nothing."""
+    """Return when the last thread came to rest, and which. A thread that arrives when all others
+    are held delays nothing."""
     ended_ns = pause.ranges["pausing"][-1].end_ns if pause.ranges["pausing"] else None
     if pause.ranges["pausing"] and ended_ns is None:
         return None, None
@@ -867,14 +866,14 @@ def _parked(pause: _Between) -> tuple[int | None, int | None]:
 
 
 def _rest_of_quiet(pause: _Between, tid: int | None) -> int | None:
-    """Where no thread was held: the stamp that the gate took at the first of two looks. The range
-    ends with the second."""
+    """Return when threads were at rest if none was held: the gate's stamp at the first of two
+    checks. The range ends with the second."""
     return pause.at_rest.stamp_mono_ns if tid is None and pause.at_rest is not None else None
 
 
 def _running(pause: _Between, timebase: Timebase) -> int | None:
-    """When the first thread ran again. It may do so before ``resuming`` is emitted: handlers open
-    the gate. A thread that was let through for a collective before is not meant."""
+    """Return when the first thread ran again; maybe before ``resuming``, as handlers open the
+    gate. Ignores threads let through for a collective."""
     since_ns = pause.ranges["resuming"][-1].begin_ns if pause.ranges["resuming"] else None
     if pause.resumed is not None:
         stamp_ns = timebase.nsys(pause.resumed.stamp_mono_ns)
@@ -891,18 +890,18 @@ def _running(pause: _Between, timebase: Timebase) -> int | None:
 
 # --- nsys's clock ---------------------------------------------------------------------------------
 #
-# nsys counts from the start of its recording, by a clock of its own: beside CLOCK_MONOTONIC, which
-# NTP slews, it drifts by microseconds in a second. The job emits marks ``clock`` whose payload is
-# CLOCK_MONOTONIC, read just before. nsys stamps such a mark late, by as long as the thread was held
-# up in between, and never early: so CLOCK_MONOTONIC minus nsys's time is never below what a mark
-# says, and of the marks around a moment the one that says most is the best.
+# nsys counts from its start, by a clock that drifts from CLOCK_MONOTONIC, which NTP slews, by
+# microseconds per second. The job emits marks ``clock`` with the CLOCK_MONOTONIC read just before.
+# nsys may stamp a mark late, if the thread was held up in between, but never early: CLOCK_MONOTONIC
+# minus nsys's time is never below a mark's value, and of the marks around a moment the largest is
+# the best.
 
 
 class Timebase:
-    """The two clocks of one report, which all its processes share."""
+    """The two clocks of one report, common to all its processes."""
 
     def __init__(self, marks: Sequence[tuple[int, int]]) -> None:
-        """``marks``: nsys's time and the CLOCK_MONOTONIC of each, in any order."""
+        """``marks``: pairs of nsys's time and CLOCK_MONOTONIC, in any order."""
         ordered = sorted(marks)
         self._times = [nsys_ns for nsys_ns, _ in ordered]
         self._offsets = [mono_ns - nsys_ns for nsys_ns, mono_ns in ordered]
@@ -910,9 +909,9 @@ class Timebase:
         self._late_ns = self._measure_lateness()
 
     def mono(self, nsys_ns: int) -> tuple[int, int] | None:
-        """CLOCK_MONOTONIC at a moment of nsys's time, and what it may be wrong by.
+        """Return CLOCK_MONOTONIC at nsys's time, and its error bound.
 
-        None: there are fewer than two marks, so that nothing says how late they are.
+        None: with fewer than two marks their delay is unknown.
         """
         if len(self._times) < 2:
             return None
@@ -923,30 +922,30 @@ class Timebase:
         )
         (second, _), (first, best) = lowest[-2:]
         away_ns = self._drift * abs(self._times[best] - nsys_ns)
-        # the best one is late too, by about as much as it is earlier than the next best
+        # the best one is late, too: by about as much as it is earlier than the next best
         late_ns = first - second if self._late_ns is None else min(first - second, self._late_ns)
         return nsys_ns + self._offsets[best], round(away_ns + late_ns) + 1
 
     def nsys(self, mono_ns: int) -> int | None:
-        """The reverse of :meth:`mono`, for bounds."""
+        """Convert in reverse, for bounds."""
         if not self._times:
             return None
         at = bisect.bisect_left(self._times, mono_ns - self._offsets[0])
         return mono_ns - self._offsets[min(at, len(self._times) - 1)]
 
     def epoch_offset_ns(self, session_epoch_ns: int | None) -> int | None:
-        """What makes a wall clock of CLOCK_MONOTONIC, as both were when nsys began."""
+        """Return the offset from CLOCK_MONOTONIC to the wall clock, as of nsys's start."""
         start = self.mono(0)
         return None if start is None or session_epoch_ns is None else session_epoch_ns - start[0]
 
     def _measure_lateness(self) -> float | None:
-        """What nine of ten marks differ by from one that is close in time."""
+        """Return a bound that nine of ten marks' differences from a close one stay below."""
         ordered = itertools.pairwise(zip(self._times, self._offsets, strict=True))
         close = sorted(abs(b[1] - a[1]) for a, b in ordered if b[0] - a[0] < _CLOSE_NS)
         return close[len(close) * 9 // 10] if close else None
 
     def _measure_drift(self) -> float:
-        """Per nanosecond: the steepest between the best marks of groups a second apart."""
+        """Return the drift per nanosecond: the steepest between the best marks a second apart."""
         groups: list[tuple[int, int]] = []
         for nsys_ns, offset in zip(self._times, self._offsets, strict=True):
             if groups and nsys_ns - groups[-1][0] < _APART_NS:

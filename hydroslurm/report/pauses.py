@@ -1,8 +1,8 @@
-"""The pauses of one process: each as a value, and how it is built from the lines of the log. Pure.
+"""The pauses of one process, as values, built from the lines of the log. Pure.
 
-A pause whose lines are partly lost (the process was killed, the disk was full) is still a
-:class:`Pause`: what is unknown is None, and :attr:`Pause.missing` names it. Timestamps are
-CLOCK_MONOTONIC nanoseconds of the machine the process ran on.
+A pause with lost lines (killed process, full disk) is still a :class:`Pause`: unknown values are
+None, and :attr:`Pause.missing` names them. Timestamps are CLOCK_MONOTONIC nanoseconds of the
+process's host.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _ASKED, _PARK, _RESUME = "requested_mono_ns", "signal → parked", "resume → r
 
 
 def _causes(pause: Pause) -> str:
-    """Its own; that peers joined them goes without saying."""
+    """Format its own causes; peers always join them."""
     own = [cause for cause in pause.causes if cause != PEERS]
     return "+".join(own or pause.causes) or UNKNOWN
 
 
 def _all_parked(pause: Pause) -> str | None:
-    """Marked where collectives were in flight."""
+    """Mark pauses with collectives in flight."""
     text = decimal(pause.all_parked_us, ",.1f", 1e3)
     return f"{text or UNKNOWN} !" if pause.in_flight else text
 
 
 def _vacated_gb(pause: Pause) -> str | None:
-    """A dash where the pause was to vacate and did not."""
+    """Show a dash for a pause that should have vacated and did not."""
     return decimal(pause.vacated_bytes, ",.2f", 1e9) or (UNKNOWN if pause.not_vacated else None)
 
 
@@ -59,7 +59,7 @@ def _sigstop(pause: Pause) -> str | None:
 
 
 def _held_at(pause: Pause) -> str:
-    """Where the rank was held, or what is wrong with this pause."""
+    """Say where the rank was held, or what is wrong with this pause."""
     if pause.outcome == "incomplete":
         return f"lost: {', '.join(pause.missing)}"
     if not pause.complete:
@@ -73,7 +73,7 @@ def _held_at(pause: Pause) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """A pause as nsys saw it; null where its report lacks it."""
+    """The pause in an nsys report; null if not in it."""
 
     # fmt: off
     park_us: float | None = required(
@@ -98,10 +98,9 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """One pause of one rank with its whole chain, as far as its events and other sources tell.
+    """One pause of one rank, as far as its events and other sources tell.
 
-    Where only the log was read, what needs more is null: ``at_s``, ``asked_us``, ``stopped_us`` and
-    ``nsys``.
+    If only the log was read, these are null: ``at_s``, ``asked_us``, ``stopped_us``, ``nsys``.
     """
 
     # fmt: off
@@ -192,7 +191,7 @@ class Pause:
     # fmt: on
 
     def __reduce__(self) -> tuple[type[Pause], tuple[object, ...]]:
-        """Pickled by the hundred thousand: what dataclass generates takes three times as long."""
+        """Speed up pickling a hundred thousand: dataclass's own takes three times as long."""
         return Pause, _values_of(self)
 
     @property
@@ -201,7 +200,7 @@ class Pause:
 
     @property
     def main_cause(self) -> str | None:
-        """Its first cause other than ``peers``, else ``peers``; None if its causes are lost."""
+        """First cause other than ``peers``, else ``peers``; None if the causes are lost."""
         for cause in self.causes:
             if cause != PEERS:
                 return cause
@@ -215,12 +214,12 @@ class Pause:
         return next((stamp for stamp in (*stamps, *later) if stamp is not None), None)
 
 
-_values_of = attrgetter(*(one.name for one in fields(Pause)))
+_values_of = attrgetter(*(field.name for field in fields(Pause)))
 
 
 _OPEN = 16
-"""So many pauses wait for lines that come late: of a thread that is released when the next pause
-has begun, or of another thread."""
+"""How many pauses wait for late lines: of another thread, or one released after the next pause has
+begun."""
 
 _MOST_CAUSES = 16
 
@@ -244,19 +243,19 @@ OF_PAUSES = frozenset(
         EventKind.FIRST_OPERATOR_RELEASED,
     }
 )
-"""The kinds that a :class:`PausesBuilder` wants to see."""
+"""Kinds of events for a :class:`PausesBuilder`."""
 
 
 @dataclass(slots=True)
 class _PauseBuilder:
-    """A pause while its lines are being collected: the first of each kind."""
+    """Collects the lines of a pause: the first of each kind."""
 
     number: int
     events: dict[EventKind, Event] = field(default_factory=dict)
     causes: list[str] = field(default_factory=list)
     signals: tuple[Event, ...] = ()
     let_go: Event | None = None
-    """Nothing but its own vacate holds the rank any more."""
+    """Whether only its own vacate still holds the rank."""
 
     def add(self, event: Event) -> None:
         kind = event.kind
@@ -276,7 +275,7 @@ class _PauseBuilder:
 
 
 class PausesBuilder:
-    """Collects by number, not by order: a thread may be released after the next pause has begun."""
+    """Collects by number, not order: a thread may be released after the next pause has begun."""
 
     def __init__(self) -> None:
         self._done: list[Pause] = []
@@ -287,7 +286,7 @@ class PausesBuilder:
         self._of_all: deque[Event] = deque(maxlen=2 * _OPEN)
 
     def add(self, event: Event) -> None:
-        """A line of one of the kinds in ``OF_PAUSES``."""
+        """Add a line of a kind in ``OF_PAUSES``."""
         which = integer(event.data, "pause")
         if which is not None:
             self._add(which, event)
@@ -300,7 +299,7 @@ class PausesBuilder:
             self._of_all.append(event)
 
     def finish(self) -> tuple[Pause, ...]:
-        """All of them, by number."""
+        """Return all pauses, by number."""
         while self._open:
             self._close(next(iter(self._open)))
         return tuple(sorted(self._done, key=lambda pause: pause.number))
@@ -309,14 +308,14 @@ class PausesBuilder:
         draft = self._open.get(which)
         if draft is None:
             if which <= self._done_up_to:
-                return  # of a pause that is done: later than any thread may be
+                return  # of a finished pause: later than any thread can be
             draft = self._open[which] = _PauseBuilder(which)
         draft.add(event)
         if event.kind is EventKind.GATE_CLOSED:
             self._current, draft.signals = draft, tuple(self._signals)
             self._signals.clear()
         elif event.kind is EventKind.RESUMED:
-            self._signals.clear()  # what came before asked for this resume, not for the next pause
+            self._signals.clear()  # earlier ones belong to this resume, not to the next pause
         if len(self._open) > _OPEN:
             self._close(next(iter(self._open)))
 
@@ -328,13 +327,12 @@ class PausesBuilder:
 
 
 def _has_failed(event: Event) -> bool:
-    """The ranks did not come to one collective in time; they may, later."""
+    """Whether the ranks did not reach one collective in time; they may later."""
     return event.kind is EventKind.AGREEMENT_FAILED and event.data.get("what") == "park"
 
 
 def _add_by_time(events: Iterable[Event], draft: _PauseBuilder) -> None:
-    """What another thread has written belongs to the pause that was in force, wherever its line
-    is."""
+    """Give another thread's line to the pause that was in force, wherever it is."""
     closed, resumed = (
         stamp_of(draft.events.get(kind)) for kind in (EventKind.GATE_CLOSED, EventKind.RESUMED)
     )
@@ -358,7 +356,7 @@ def _pause(draft: _PauseBuilder) -> Pause:
     resume_requested_ns = first_integer((resumed, released), "requested_mono_ns")
     reported = released
     if draft.let_go is not None and restored is not None:
-        # the request that opened the gate was the vacate's own, once all was back
+        # the vacate itself requested this opening, once all memory was back
         resume_requested_ns, reported = draft.let_go.mono_ns, None
     on = released if released is not None else (None if _waited(draft) else resumed)
     return Pause(
@@ -404,8 +402,7 @@ def _pause(draft: _PauseBuilder) -> Pause:
 
 @functools.lru_cache(maxsize=10_000)
 def _shared(value: Any) -> Any:
-    """One object for equal values: of a hundred thousand pauses hardly any are held at operators of
-    their own."""
+    """Share equal values: hardly any of a hundred thousand pauses has its own operator."""
     return value
 
 
@@ -427,7 +424,7 @@ def _missing(draft: _PauseBuilder) -> tuple[str, ...]:
 
 
 def _waited(draft: _PauseBuilder) -> bool:
-    """True when a thread was held, so that there is one to be released."""
+    """Whether a thread was held, and has to be released."""
     seen = draft.events
     if EventKind.FIRST_OPERATOR_HELD in seen or EventKind.LATE_OPERATOR_HELD in seen:
         return True
@@ -435,10 +432,9 @@ def _waited(draft: _PauseBuilder) -> bool:
 
 
 def _signal(draft: _PauseBuilder, requested_ns: int | None) -> str | None:
-    """The signal with the stamp of the request, else the last before the gate closed.
+    """Return the signal with the request's stamp, else the last before the gate closed.
 
-    Several signals of one kind are reported as one, with the stamp of the last, so that the stamp
-    may differ.
+    Repeated signals of one kind make one line, with the last stamp, so stamps may differ.
     """
     if draft.causes == ["api"]:
         return None

@@ -1,4 +1,4 @@
-"""What a ``Run`` wrote down in one attempt: where it began, how far it came, how it left. Pure."""
+"""What a ``Run`` recorded in one attempt: its start, its progress, its end. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_A_RUN = frozenset(
         EventKind.ATTEMPT_ENDED,
     }
 )
-"""The kinds that only a ``Run`` writes."""
+"""Kinds that only a ``Run`` writes."""
 
 _OF_SAVES = {
     EventKind.SAVE_STARTED: "started_mono_ns",
@@ -41,17 +41,17 @@ _OF_SAVES = {
 
 @dataclass(slots=True)
 class Save:
-    """One save of one rank; stamps are CLOCK_MONOTONIC nanoseconds, None where there is no line.
+    """One save of one rank; stamps are CLOCK_MONOTONIC nanoseconds, None without a line.
 
     Attributes:
-        step: steps complete in the state that was saved.
-        kind: what it was made for: ``periodic``, ``manual``, ``stop`` ...
+        step: complete steps in the saved state.
+        kind: its purpose: ``periodic``, ``manual``, ``stop`` ...
         started_mono_ns: it began.
-        staged_mono_ns: the state was copied, and the training's memory is free to change.
-        written_mono_ns: all that the rank had to write was on the disk.
+        staged_mono_ns: the state was copied; the training may change it again.
+        written_mono_ns: the rank had written its part to disk.
         durable_mono_ns: it was committed.
-        failed_mono_ns: it failed, or was given up.
-        state_bytes: that were committed.
+        failed_mono_ns: it failed, or was abandoned.
+        state_bytes: committed size.
     """
 
     step: int | None = None
@@ -64,7 +64,7 @@ class Save:
     written_mono_ns: int | None = None
 
     def note(self, name: str, mono_ns: int, size_bytes: int | None) -> None:
-        """A line of it was read; the first of each kind counts."""
+        """Note a line of it; the first of each kind counts."""
         if getattr(self, name) is None:
             setattr(self, name, mono_ns)
         if name == "durable_mono_ns":
@@ -72,42 +72,41 @@ class Save:
 
     @property
     def save_ms(self) -> float | None:
-        """From its start to the commit."""
+        """Time from start to commit."""
         return span(self.started_mono_ns, self.durable_mono_ns, 1e6)
 
     @property
     def end_mono_ns(self) -> int | None:
-        """The last that is known of it."""
+        """Its last known moment."""
         stamps = (self.durable_mono_ns, self.failed_mono_ns, self.staged_mono_ns)
         return next((stamp for stamp in stamps if stamp is not None), None)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one attempt's log says of its training; what it does not hold is None.
+    """The training's progress in one attempt, from its log; None where that is silent.
 
-    Stamps are CLOCK_MONOTONIC nanoseconds of the attempt's own machine.
+    Stamps are CLOCK_MONOTONIC nanoseconds of the attempt's machine.
 
     Attributes:
-        has_run: a ``Run`` wrote any of it; if not, nothing here is known.
-        attempt: number of the attempt in attempts.jsonl, from 1.
-        began_step: the step that it began with.
+        has_run: whether a ``Run`` wrote any of it; otherwise all is unknown.
+        attempt: number in attempts.jsonl, from 1.
+        began_step: step at its start.
         first_step_mono_ns: its first step was complete.
-        last_step: the highest step that any line names; the attempt may have come further.
-        reason: why it was stopped, in Slurm's view: ``preempted``, ``time_limit`` ...
+        last_step: highest step in any line; the attempt may have come further.
+        reason: why it was stopped, by Slurm: ``preempted``, ``time_limit`` ...
         message: the same, for people.
-        safe_point_mono_ns: the stop was obeyed.
-        safe_step: steps complete there, which is the state that was to be saved.
-        saved: the save of that state, which may be older than the request to stop; an empty one
-            where there is none.
-        requeued_mono_ns: Slurm has the job in its queue again.
-        requeue_error: why not, as Slurm reports it.
-        stop_of_rank: whose signal it was that the ranks agreed to stop for; None where that is not
-            told, or the rank was alone.
+        safe_point_mono_ns: it obeyed the stop.
+        safe_step: complete steps then, in the state to be saved.
+        saved: the save of that state, maybe older than the stop request; empty if there is none.
+        requeued_mono_ns: Slurm had queued the job again.
+        requeue_error: why it did not, by Slurm.
+        stop_of_rank: the rank whose signal the ranks agreed to stop for; None if unknown, or a
+            single rank.
         ending: how it ended, in the word of attempts.jsonl.
-        ended_mono_ns: that was written down.
-        samples_per_step: of all ranks together; None if the loader did not record it.
-        saves: all of them, in the order in which they began.
+        ended_mono_ns: when that was recorded.
+        samples_per_step: over all ranks; None if the loader did not record it.
+        saves: all saves, in order of their start.
     """
 
     has_run: bool = False
@@ -130,12 +129,12 @@ class Progress:
 
     @property
     def leave_mono_ns(self) -> int | None:
-        """The training ended here: its stop was obeyed, or it was complete."""
+        """End of the training: it obeyed its stop, or was complete."""
         return self.safe_point_mono_ns or self.ended_mono_ns
 
 
 class ProgressBuilder:
-    """Follows one attempt, line by line, and keeps the first line of each kind."""
+    """Follows one attempt line by line; keeps the first line of each kind."""
 
     def __init__(self) -> None:
         self._first: dict[EventKind, Event] = {}
@@ -146,16 +145,16 @@ class ProgressBuilder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a ``Run`` wrote any of the lines so far."""
+        """Whether a ``Run`` has written any line so far."""
         return bool(self._first)
 
     def note_step(self, step: object) -> None:
-        """A step that any line names."""
+        """Note a step in any line."""
         if type(step) is int and (self._last_step is None or step > self._last_step):
             self._last_step = step
 
     def add(self, event: Event) -> None:
-        """A line of one of the kinds in ``OF_A_RUN``, or of an agreed stop."""
+        """Add a line of a kind in ``OF_A_RUN``, or of an agreed stop."""
         kind = event.kind
         if kind is EventKind.STOP_AGREED:
             if self._stop_of_rank is None:
@@ -183,7 +182,7 @@ class ProgressBuilder:
         reason, ended = first.get(EventKind.STOP_REASON), first.get(EventKind.ATTEMPT_ENDED)
         stepped = first.get(EventKind.FIRST_STEP)
         safe_step = step_of(safe)
-        # whatever it was made for; where the step is lost, the one that was made for the stop
+        # of any kind; if the step is lost, the one made for the stop
         saved = self._saves.get(safe_step) if safe_step is not None else self._stop_save
         return Progress(
             has_run=True,

@@ -21,13 +21,13 @@ from hydroslurm.report.history import History
 from hydroslurm.report.lines import Unread, rank_events
 
 _MOST_RANKS = 100_000
-"""A larger number is damage."""
+"""Larger numbers are damage."""
 _PARALLEL_BYTES = 16 * 2**20
-"""Below this, forking and handing results back costs more than it saves."""
+"""For less, forking and returning results cost more than they save."""
 
 
 def read_history(folder: Path) -> History:
-    """Read all event files of a run folder; lines that are torn or foreign are passed over.
+    """Read all event files of a run folder; skip torn and foreign lines.
 
     Raises:
         RunFolderError: the folder is missing, is not a run folder or cannot be read.
@@ -49,13 +49,13 @@ def read_history(folder: Path) -> History:
         (attempt for part in parts for attempt in part.attempts), key=lambda attempt: attempt.rank
     )
     aligned, alignment = align(attempts)
-    found = sorted((s for part in parts for s in part.sentences), key=lambda one: one[0])
+    sentences = sorted((s for part in parts for s in part.sentences), key=lambda pair: pair[0])
     return History(
         clean(folder.resolve().name),
         aligned,
         events=sum(part.events for part in parts),
         missing=(
-            *(sentence for _, sentence in found),
+            *(sentence for _, sentence in sentences),
             *_ranks_missing(aligned),
             *_lost_signals(aligned),
         ),
@@ -64,8 +64,8 @@ def read_history(folder: Path) -> History:
 
 
 def _read_all(files: Sequence[Path]) -> list[_Part]:
-    """Large logs are read by as many processes as there are CPUs: a million lines take one half a
-    minute, and the files of ranks need not be read in order."""
+    """Read large logs in one process per CPU: a million lines take one half a minute, and ranks'
+    files may be read in any order."""
     sizes = {path: path.lstat().st_size for path in files}
     count = min(len(os.sched_getaffinity(0)), len(files))
     if count < 2 or sum(sizes.values()) < _PARALLEL_BYTES:
@@ -73,13 +73,12 @@ def _read_all(files: Sequence[Path]) -> list[_Part]:
     by_size = sorted(files, key=lambda path: sizes[path], reverse=True)
     shares = [by_size[first::count] for first in range(count)]
     others = parallel_map(_read, shares[1:])
-    return [_read(shares[0]), *others]  # one share here: what it holds is not handed back
+    return [_read(shares[0]), *others]  # one share here, whose result needs no transfer
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What some of the files hold; each sentence with the rank that it is about; and why some could
-    not be read."""
+    """Contents of some files; sentences with their ranks; and why some files are unreadable."""
 
     attempts: tuple[Attempt, ...]
     events: int
@@ -110,7 +109,7 @@ def _read(files: Sequence[Path]) -> _Part:
 
 
 def _ranks_missing(attempts: Iterable[Attempt]) -> Iterator[str]:
-    """Ranks that others were joined with, and that wrote nothing."""
+    """Name ranks that others joined, but that wrote nothing."""
     seen, wanted = set(), 0
     for attempt in attempts:
         seen.add(attempt.rank)
@@ -122,12 +121,12 @@ def _ranks_missing(attempts: Iterable[Attempt]) -> Iterator[str]:
 
 
 def _lost_signals(attempts: Iterable[Attempt]) -> Iterator[str]:
-    """Signals whose handlers other code replaced: what they asked for left no event."""
-    found: dict[tuple[str, ...], dict[int, None]] = {}
+    """Name signals whose handlers other code replaced: they left no event."""
+    ranks_by_signals: dict[tuple[str, ...], dict[int, None]] = {}
     for attempt in attempts:
         if attempt.lost_signals:
-            found.setdefault(attempt.lost_signals, {})[attempt.rank] = None
-    for signals, ranks in found.items():
+            ranks_by_signals.setdefault(attempt.lost_signals, {})[attempt.rank] = None
+    for signals, ranks in ranks_by_signals.items():
         which = ", ".join(map(str, list(ranks)[:10])) + (" ..." if len(ranks) > 10 else "")
         yield (
             f"Rank{'' if len(ranks) == 1 else 's'} {which}: other code replaced hydroslurm's "
@@ -137,7 +136,7 @@ def _lost_signals(attempts: Iterable[Attempt]) -> Iterator[str]:
 
 
 def _check(run_dir: RunDir) -> None:
-    """A job that has not started yet has no events, but it has a submission."""
+    """Check the folder. A job that has not started has no events, but a submission."""
     wanted = (run_dir.events, run_dir.submission_json)
     if any(path.exists() for path in wanted):
         return
@@ -164,19 +163,18 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _work: tuple[Callable[[Any], Any], Sequence[Any]]
-"""Of a worker process."""
+"""State of a worker process."""
 
 
 def parallel_map(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """Apply ``function`` to each item in a process of its own; results come in order.
+    """Apply ``function`` to each item in a separate process; results come in order.
 
-    All processes start at once, like those of ``Executor.map``; only taking a result waits. They
-    are forked, so they share what is in memory and neither function nor items are pickled: a run is
-    read once, however many processes look at it. Call this before other threads are started
-    (importing numpy starts some).
+    All processes start at once, as with ``Executor.map``; only taking a result waits. They are
+    forked, so they share memory, and neither function nor items are pickled: a run is read once for
+    any number of processes. Call this before other threads start (importing numpy starts some).
 
     Raises:
-        RunFolderError: when a result is taken whose process was killed.
+        RunFolderError: on taking a result whose process was killed.
     """
     if not items:
         return iter(())
@@ -186,7 +184,7 @@ def parallel_map(function: Callable[[Item], Result], items: Sequence[Item]) -> I
     futures = [pool.submit(_call, index) for index in range(len(items))]
 
     def results() -> Iterator[Result]:
-        with pool:  # joins its thread, so that the next map may fork
+        with pool:  # joins its thread, so that the next call may fork
             for future in futures:
                 try:
                     yield future.result()

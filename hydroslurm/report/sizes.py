@@ -1,4 +1,4 @@
-"""The picture of an elastic run: how many members trained, over time, and why that changed."""
+"""Picture of an elastic run: its number of members over time, with the causes of changes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _WORDS = {"join": "joined", "leave": "left", "start": "began"}
 
 def draw_sizes(ledger: Iterable[Mapping[str, Any]], *, title: str) -> Figure | None:
     """Draw the sizes of the generations in a ledger (``elastic/ledger.jsonl``) into a new figure;
-    None where no generation has begun."""
+    None before the first."""
     entries = list(ledger)
-    generations = [one for one in entries if one["kind"] == "generation"]
+    generations = [entry for entry in entries if entry["kind"] == "generation"]
     if not generations:
         return None
-    began_ns = min(int(one["epoch_ns"]) for one in entries)
-    end_ns = max(int(one["epoch_ns"]) for one in entries)
+    began_ns = min(int(entry["epoch_ns"]) for entry in entries)
+    end_ns = max(int(entry["epoch_ns"]) for entry in entries)
     times_s, sizes = [], []
-    for one in generations:
-        times_s.append((int(one["epoch_ns"]) - began_ns) / 1e9)
-        sizes.append(len(one["members"]))
+    for generation in generations:
+        times_s.append((int(generation["epoch_ns"]) - began_ns) / 1e9)
+        sizes.append(len(generation["members"]))
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.add_subplot()
     ends_s = [*times_s, (end_ns - began_ns) / 1e9]
     axes.stairs(sizes, ends_s, baseline=0, fill=True, color="#4c9f70", alpha=0.35)
     axes.stairs(sizes, ends_s, baseline=None, color="#2f6b4a", linewidth=2)
-    for one, at_s, size in zip(generations, times_s, sizes, strict=True):
+    for g, at_s, size in zip(generations, times_s, sizes, strict=True):
         axes.annotate(
-            f"{_why(one)}\n{1e3 * float(one['pause_s']):.0f} ms, step {one['step']}",
+            f"{_why(g)}\n{1e3 * float(g['pause_s']):.0f} ms, step {g['step']}",
             (at_s, size),
             xytext=(4, 5),
             textcoords="offset points",

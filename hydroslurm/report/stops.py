@@ -1,7 +1,7 @@
-"""The stops of a run: from the request to the commit, the queue, and the next attempt's first step.
+"""The stops of a run: request, commit, queue, and the next attempt's first step.
 
-A stop belongs to one rank and two of its attempts: the one that was stopped, and the one that
-followed. What is missing from the log is None and named in :attr:`Stop.missing`. Pure.
+A stop belongs to one rank and two of its attempts: the stopped one and its successor. Values
+missing from the log are None and named in :attr:`Stop.missing`. Pure.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hydroslurm.report.tables import figure, required
 KILLED = "killed"
 """It left no further events, and another attempt followed."""
 LEFT = "left"
-"""It ended in order, and no Run recorded how."""
+"""It ended in order, but no Run recorded how."""
 SILENT = "no more events"
-"""Nothing more is known: it is still saving, or was killed and not restarted."""
+"""Unknown: it is still saving, or was killed and not restarted."""
 
 _REQUEUES = frozenset({"preempted", "time_limit", "requeued", "asked"})
 
@@ -45,12 +45,12 @@ class SlurmAttempt:
 
 
 def _why(stop: Stop) -> str:
-    """Slurm's reason, and how the attempt ended where that differs."""
+    """Return Slurm's reason, and how the attempt ended if that differs."""
     if stop.left == KILLED:
         return f"{stop.reason}, killed" if stop.reason else KILLED
     if stop.reason in (None, "unknown"):
-        told = stop.left if stop.of_rank is None else f"rank {stop.of_rank}"
-        return stop.signal or told
+        source = stop.left if stop.of_rank is None else f"rank {stop.of_rank}"
+        return stop.signal or source
     return f"{stop.reason}, {stop.left}" if stop.left == "finished" else str(stop.reason)
 
 
@@ -61,7 +61,7 @@ def _step(stop: Stop) -> str | None:
 
 
 def _lost(stop: Stop) -> str | None:
-    """A lower bound is shown as one."""
+    """Mark a lower bound."""
     if stop.steps_lost is None:
         return None
     return f"{'' if stop.steps_lost_exactly else '≥ '}{stop.steps_lost:,}"
@@ -73,10 +73,10 @@ def _not_in_the_log(stop: Stop) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """One stop of one rank with its whole chain, as far as its events and other sources tell.
+    """One stop of one rank, as far as its events and other sources tell.
 
-    Where only the log was read, what needs more is null: ``at_s``, ``left_s`` and what Slurm or
-    nsys know.
+    If only the log was read, these are null: ``at_s``, ``left_s``, and the values of Slurm and
+    nsys.
     """
 
     # fmt: off
@@ -171,8 +171,8 @@ class Stop:
 
     @property
     def steps_lost_exactly(self) -> bool:
-        """False where more may have been lost than :attr:`steps_lost` says; True where nothing can
-        have been lost yet, because no attempt followed."""
+        """False if more steps may be lost than :attr:`steps_lost` says; True while no attempt has
+        followed, so nothing can be lost yet."""
         if self.left == "finished" or not self.followed:
             return True
         return self.steps_lost is not None and self.step_from == "safe_point"
@@ -180,7 +180,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A stop with the attempts that it lies between."""
+    """A stop with the attempts before and after it."""
 
     stop: Stop
     attempt: Attempt
@@ -194,23 +194,23 @@ class Stopped:
 
 
 def stops_of(attempts: Iterable[Attempt]) -> tuple[Stopped, ...]:
-    """The stops in the attempts of any number of ranks, which come in order of rank and time.
+    """Return the stops in the attempts of any number of ranks, given by rank and time.
 
-    An attempt was stopped when it was asked to stop, and when it ended without having finished and
-    another one of its rank followed.
+    An attempt was stopped if it was asked to, or if it ended unfinished and another attempt of its
+    rank followed.
     """
-    found = []
+    stopped = []
     for _, of_rank in itertools.groupby(attempts, key=lambda attempt: attempt.rank):
-        mine = list(of_rank)
-        for attempt, following in itertools.zip_longest(mine, mine[1:]):
+        own = list(of_rank)
+        for attempt, following in itertools.zip_longest(own, own[1:]):
             if _was_stopped(attempt, following):
-                found.append(Stopped(_stop(attempt, following), attempt, following))
-    return tuple(found)
+                stopped.append(Stopped(_stop(attempt, following), attempt, following))
+    return tuple(stopped)
 
 
 def steps_lost_total(stops: Iterable[Stop]) -> int:
-    """Of the whole run, as far as known: ranks make the same steps, so that of the one that lost
-    the most."""
+    """Return the run's lost steps, as far as known: those of the rank that lost most, since ranks
+    take steps together."""
     by_rank: dict[int, int] = {}
     for stop in stops:
         by_rank[stop.rank] = by_rank.get(stop.rank, 0) + (stop.steps_lost or 0)
@@ -276,14 +276,14 @@ def _step_of(seen: Progress) -> tuple[int | None, Literal["safe_point", "last_ev
 
 
 def _committed_ms(begin_ns: int | None, seen: Progress, commit_ns: int | None) -> float | None:
-    """A commit of the very step that was to be saved may be older than the request."""
+    """Return the time to commit; the very step to save may have been committed before."""
     if begin_ns is not None and commit_ns is not None and seen.safe_step is not None:
         return max(0.0, (commit_ns - begin_ns) / 1e6)
     return span(begin_ns, commit_ns, 1e6)
 
 
 def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
-    """None where the date of another host is further back."""
+    """None if another host's date is further back."""
     if following is None:
         return None
     gap_ns = following.epoch_ns(following.first_mono_ns) - attempt.epoch_ns(attempt.last_mono_ns)
@@ -305,8 +305,8 @@ def _steps_lost(left: str, step: int | None, next_step: int | None) -> int | Non
 
 
 def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator[EventKind]:
-    """Only what this way to leave does write: nothing of a Run where there was none, no requeue by
-    a process outside of a job; one of several ranks asks Slurm for all."""
+    """Return only events that this ending writes: none of a Run without one, no requeue outside
+    of a job; one of several ranks asks Slurm for all."""
     seen = attempt.progress
     if not seen.has_run or left == "error":
         return
@@ -319,7 +319,7 @@ def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator
         wanted[EventKind.SAFE_POINT] = seen.safe_point_mono_ns
         wanted[EventKind.SAVE_COMMITTED] = seen.saved.durable_mono_ns
         if asks and left in _REQUEUES:
-            # a stamp of 0 is one, too
+            # 0 is also a stamp
             asked = seen.requeued_mono_ns
             wanted[EventKind.REQUEUED] = seen.requeue_error if asked is None else asked
         wanted[EventKind.ATTEMPT_ENDED] = seen.ending

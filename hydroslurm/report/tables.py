@@ -1,6 +1,6 @@
-"""Figures, each declared once with its field, and the tables made of them. Pure.
+"""Figures, each declared once with its field, and the tables made from them. Pure.
 
-The JSON Schema, the reference page, tables, percentiles and histograms all read the declarations.
+JSON Schema, reference page, tables, percentiles and histograms all derive from the declarations.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _UNITS = {"us": ("µs", 1e-6), "ms": ("ms", 1e-3), "s": ("s", 1.0)}
 
 
 class Column(NamedTuple):
-    """A heading and what stands below it.
+    """A column's heading and cells.
 
     Attributes:
-        heading: with its unit; a newline says where the terminal breaks it.
-        cell: makes a record's text; None is unknown, and shown as a dash.
-        optional: the column is dropped when nothing in it is known.
-        left: flush left, as text is; numbers are flush right.
-        wide: only where there is room: not in the terminal.
+        heading: with its unit; a newline marks the terminal's line break.
+        cell: makes a record's text; None is unknown, shown as a dash.
+        optional: drop the column if all of it is unknown.
+        left: flush left, for text; numbers are flush right.
+        wide: omit it in the terminal.
     """
 
     heading: str
@@ -41,7 +41,7 @@ class Latency(NamedTuple):
     Attributes:
         key: its name; the suffix is its unit.
         label: the two moments.
-        spec: how a value is printed.
+        spec: number format.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Latency(NamedTuple):
         return _UNITS[self.key.rpartition("_")[2]][0]
 
     def measured_s(self, records: Sequence[object]) -> list[float]:
-        """The values of these records in seconds, smallest first."""
+        """Return the records' values in seconds, ascending."""
         unit_s = _UNITS[self.key.rpartition("_")[2]][1]
         values = (getattr(record, self.key) for record in records)
         return sorted(value * unit_s for value in values if value is not None)
@@ -76,14 +76,14 @@ def figure(
 
     Args:
         meaning: its description in the schema.
-        heading: of its column; without one no table has it.
-        spec: the format of a number.
+        heading: of its column; without one it is in no table.
+        spec: number format.
         label: the two moments of a latency whose distribution is shown.
         unit: what the column counts in.
-        since: the field of the stamp that a stamp is counted from.
-        cell: makes the text from the record, where a format is not enough.
-        more: a column that is optional and wide.
-        how: ``optional``, ``left`` or ``wide``, as a :class:`Column` has them.
+        since: field of the stamp that a stamp is counted from.
+        cell: makes the text from the record, if a format is not enough.
+        more: the column is optional and wide.
+        how: ``optional``, ``left`` or ``wide``, as in :class:`Column`.
     """
     how |= {"optional": True, "wide": True} if more else {}
 
@@ -99,22 +99,22 @@ def figure(
 
 
 required = functools.partial(figure, default=MISSING)
-"""A figure that whoever makes the record has to give."""
+"""A figure that a record's constructor requires."""
 
 
 @functools.cache
 def columns_of(kind: Any) -> Mapping[str, Column]:
-    """The columns of a record by field; those of a record within it, too, if it has any."""
-    found: dict[str, Column] = {}
+    """Return a record's columns by field, including those of records within it."""
+    columns: dict[str, Column] = {}
     hints = get_type_hints(kind)
-    for one in fields(kind):
-        if one.metadata["column"] is not None:
-            found[one.name] = one.metadata["column"](one.name)
-        for part in filter(is_dataclass, get_args(hints[one.name])):
+    for f in fields(kind):
+        if f.metadata["column"] is not None:
+            columns[f.name] = f.metadata["column"](f.name)
+        for part in filter(is_dataclass, get_args(hints[f.name])):
             for inner, column in columns_of(part).items():  # type: ignore[arg-type]
-                cell = _within(one.name, column.cell)
-                found[f"{one.name}.{inner}"] = column._replace(cell=cell)
-    return found
+                cell = _within(f.name, column.cell)
+                columns[f"{f.name}.{inner}"] = column._replace(cell=cell)
+    return columns
 
 
 def _within(name: str, cell: Cell) -> Cell:
@@ -123,9 +123,9 @@ def _within(name: str, cell: Cell) -> Cell:
 
 @functools.cache
 def latencies_of(kind: Any) -> tuple[Latency, ...]:
-    """The figures of a record that have a label."""
-    declared = ((one.name, one.metadata["label"], one.metadata["spec"]) for one in fields(kind))
-    return tuple(Latency(*one) for one in declared if one[1])
+    """Return a record's figures with labels."""
+    declared = ((f.name, f.metadata["label"], f.metadata["spec"]) for f in fields(kind))
+    return tuple(Latency(*latency) for latency in declared if latency[1])
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ class Table:
     """One table, for the terminal and the page.
 
     Attributes:
-        headings: with units; a newline says where the terminal breaks them.
+        headings: with units; a newline marks the terminal's line break.
         rows: as many cells as headings.
         left: whether each column is flush left.
-        left_out: how many rows did not fit.
+        left_out: number of rows that did not fit.
         note: sentences below.
     """
 
@@ -157,7 +157,7 @@ def table_of(
     note: str = "",
     wide: bool = False,
 ) -> Table:
-    """A table of these records; with its ``wide`` columns only if asked for."""
+    """Make a table of these records; ``wide``: with its wide columns."""
     kept: list[tuple[Column, list[str | None]]] = []
     for column in columns:
         if wide or not column.wide:
@@ -176,7 +176,7 @@ def table_of(
 
 
 def number(value: Any, spec: str, unit: float = 1) -> str | None:
-    """A number in a unit, None for an unknown one; a text, and an integer, as it is."""
+    """Format a number in a unit; None if unknown; text and integers as they are."""
     if value is None or isinstance(value, str):
         return value
     return format(int(value), spec) if spec.endswith("d") else format(value / unit, spec)

@@ -1,9 +1,9 @@
-"""A run's pauses and stops as a picture: one lane per rank, time from left to right.
+"""Picture of a run's pauses and stops: one lane per rank, time from left to right.
 
-Causes differ in colour (Okabe-Ito, which colour-blind readers can tell apart) and in hatching,
-which survives a grey print. Each pause carries its request -> parked latency; where pauses are too
-dense for the text, labels are turned upright, and those that would still cover their neighbour are
-left out, which the picture says.
+Causes differ in colour (Okabe-Ito, distinct for colour-blind readers) and in hatching, which
+survives grey print. Each pause shows its request -> parked latency. Dense labels are turned
+upright, and those that would still cover their neighbour are omitted, as a note in the picture
+says.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ MOST_LANES = 200
 
 _WIDTH_IN = 12.0
 _PIXELS = 1200
-"""Of the picture's width that lanes have."""
+"""Share of the picture's width for lanes."""
 _MARK_PIXELS = 6
-"""Between marks of one kind, of which the next would cover the last."""
+"""Least distance of marks of one kind, so that none covers the next."""
 _LEGEND_COLUMNS = 6
 
 
-_PLOT_IN = 10.2  # what the margins and the names of the ranks leave of the picture's width
-_LANES_IN = 38.0  # the most that all lanes together may be high
+_PLOT_IN = 10.2  # the picture's width without margins and the ranks' names
+_LANES_IN = 38.0  # largest height of all lanes together
 
 
 class PlacedPause(NamedTuple):
-    """A pause and where it lies, in seconds since the run's begin."""
+    """A pause with its span, in seconds since the run's begin."""
 
     begin_s: float
     end_s: float
@@ -66,7 +66,7 @@ Placed = Mapping[int, list[PlacedPause]]
 
 
 def _placed_pauses(history: History, rank: int) -> list[PlacedPause]:
-    """The pauses of all attempts of a rank; one without any stamp cannot be placed.
+    """Place the pauses of all attempts of a rank, except those without any stamp.
 
     One that was not resumed lasts to the last event of its attempt.
     """
@@ -77,7 +77,7 @@ def _placed_pauses(history: History, rank: int) -> list[PlacedPause]:
                 end_ns = pause.resumed_mono_ns or attempt.last_mono_ns
                 begin_s = history.since_begin_s(attempt, pause.begin_mono_ns)
                 placed.append(PlacedPause(begin_s, history.since_begin_s(attempt, end_ns), pause))
-    return sorted(placed, key=lambda one: one.begin_s)
+    return sorted(placed, key=lambda p: p.begin_s)
 
 
 class _Look(NamedTuple):
@@ -97,7 +97,7 @@ _UNKNOWN = _Look("parked: unknown", "#999999", "++")
 
 
 def timeline(history: History) -> Figure:
-    """Draw the run into a new figure; matplotlib's global state is neither read nor changed."""
+    """Draw the run into a new figure, independent of matplotlib's global state."""
     ranks, span_s = history.ranks[:MOST_LANES], history.observed_s
     placed = {rank: _placed_pauses(history, rank) for rank in ranks}
     labels = _Labels.fitting(placed, span_s=span_s)
@@ -112,10 +112,10 @@ def timeline(history: History) -> Figure:
     left_out = draw_stops(axes, history, ranks)
     _draw_pauses(axes, list(placed.values()), pixel_s=span_s / _PIXELS)
     draw_vacated(axes, history, ranks)
-    for lane, mine in enumerate(placed.values()):
-        left_out += labels.draw(axes, mine, lane=lane, span_s=span_s)
+    for lane, pauses in enumerate(placed.values()):
+        left_out += labels.draw(axes, pauses, lane=lane, span_s=span_s)
     _dress(figure, axes, history, left_out=left_out)
-    # not by matplotlib's layout engines, which draw everything once more to see how large it is
+    # matplotlib's layout engines would draw everything twice to measure it
     title_lines = axes.get_title(loc="left").count("\n") + 1
     below_in = 0.72 + 0.2 * _legend_rows(figure) + 0.18 * axes.get_xlabel().count("\n")
     figure.subplots_adjust(
@@ -129,12 +129,12 @@ def timeline(history: History) -> Figure:
 
 @dataclass(frozen=True)
 class _Labels:
-    """How the latencies are written: one way for the whole picture, set by its densest lane.
+    """Style of the latencies' labels: one for the whole picture, set by its densest lane.
 
     Attributes:
-        size_pt: of the letters; 0 where there are too many lanes to write anything.
-        lane_in: the height of a lane that has room for the text.
-        gap_in: how far apart two labels of one lane must be.
+        size_pt: of the letters; 0 if there are too many lanes for any text.
+        lane_in: height of a lane with room for the text.
+        gap_in: least distance of two labels in a lane.
         upright: turned by 90 degrees.
     """
 
@@ -148,18 +148,18 @@ class _Labels:
         lying = cls(size_pt=8, lane_in=0.75, gap_in=0.62)
         upright = cls(size_pt=6.5, lane_in=1.2, gap_in=0.105, upright=True)
         lanes = max(1, len(placed))
-        crowded = any(len(lying.kept(mine, span_s=span_s)) < len(mine) for mine in placed.values())
+        crowded = any(len(lying.kept(lane, span_s=span_s)) < len(lane) for lane in placed.values())
         if upright.lane_in * lanes <= _LANES_IN and crowded:
             return upright
         if lying.lane_in * lanes <= _LANES_IN:
             return lying
         return cls(size_pt=0, lane_in=_LANES_IN / lanes, gap_in=0)
 
-    def draw(self, axes: Axes, mine: list[PlacedPause], *, lane: int, span_s: float) -> int:
-        """Write those that find room; returns how many were left out."""
-        kept = self.kept(mine, span_s=span_s)
+    def draw(self, axes: Axes, pauses: list[PlacedPause], *, lane: int, span_s: float) -> int:
+        """Write the labels that fit; return how many were omitted."""
+        kept = self.kept(pauses, span_s=span_s)
         style: dict[str, Any] = {
-            "fontproperties": FontProperties(size=self.size_pt),  # looked up once, not by each
+            "fontproperties": FontProperties(size=self.size_pt),  # look it up once, not per label
             "transform": above(axes, 6),
             "color": INK,
             "rotation": 90 if self.upright else 0,
@@ -167,57 +167,57 @@ class _Labels:
             "va": "bottom",
             "parse_math": False,
         }
-        for one in kept:
-            axes.text(one.begin_s, lane - BAR / 2, _latency(one.pause), **style)
-        return len(mine) - len(kept)
+        for placed in kept:
+            axes.text(placed.begin_s, lane - BAR / 2, _latency(placed.pause), **style)
+        return len(pauses) - len(kept)
 
-    def kept(self, mine: list[PlacedPause], *, span_s: float) -> list[PlacedPause]:
-        """The pauses whose label does not cover the one before."""
+    def kept(self, pauses: list[PlacedPause], *, span_s: float) -> list[PlacedPause]:
+        """Return the pauses whose labels do not cover the one before."""
         gap_s = self.gap_in / _PLOT_IN * span_s
         kept: list[PlacedPause] = []
-        for one in mine if self.size_pt else ():
-            if not kept or one.begin_s - kept[-1].begin_s >= gap_s:
-                kept.append(one)
+        for placed in pauses if self.size_pt else ():
+            if not kept or placed.begin_s - kept[-1].begin_s >= gap_s:
+                kept.append(placed)
         return kept
 
 
 def _latency(pause: Pause) -> str:
-    """With the unit that keeps it short; what became of the pause where nothing was measured; and a
-    mark where collectives were in flight."""
+    """Format the latency with the unit that keeps it short, or the outcome if it was not
+    measured; mark collectives in flight."""
     if pause.park_us is None:
         return pause.outcome
     return f"{spelled(pause.park_us / 1e6)}{' !' if pause.in_flight else ''}"
 
 
 def _draw_pauses(axes: Axes, lanes: Sequence[list[PlacedPause]], *, pixel_s: float) -> None:
-    """One collection per cause and one line per mark, none so close that it covers the next:
-    a hundred thousand pauses are drawn in a second."""
+    """Draw one collection per cause and one line per mark, thinned out to what is visible: a
+    hundred thousand pauses take a second."""
     spans: dict[_Look, list[Bar]] = {}
     begins: list[tuple[float, float]] = []
     ends: list[tuple[float, float]] = []
-    for lane, mine in enumerate(lanes):
+    for lane, pauses in enumerate(lanes):
         alike: dict[_Look, list[tuple[float, float]]] = {}
-        for one in mine:
-            alike.setdefault(_look(one.pause), []).append((one.begin_s, one.end_s))
+        for placed in pauses:
+            alike.setdefault(_look(placed.pause), []).append((placed.begin_s, placed.end_s))
         for look, all_spans in alike.items():
             merged = _merged(all_spans, pixel_s)
             spans.setdefault(look, []).extend((begin, end, lane) for begin, end in merged)
         above, below = lane - BAR / 2 - 0.03, lane + BAR / 2 + 0.03
-        begun = _far_apart([one.begin_s for one in mine], _MARK_PIXELS * pixel_s)
+        begun = _far_apart([p.begin_s for p in pauses], _MARK_PIXELS * pixel_s)
         begins += [(at_s, above) for at_s in begun]
-        resumed = sorted(one.end_s for one in mine if one.pause.resumed_mono_ns is not None)
+        resumed = sorted(p.end_s for p in pauses if p.pause.resumed_mono_ns is not None)
         ends += [(at_s, below) for at_s in _far_apart(resumed, _MARK_PIXELS * pixel_s)]
     for look, mine_spans in sorted(spans.items()):
         fill: dict[str, Any] = {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "white"}
         bars(axes, mine_spans, lw=0, zorder=2, **fill)
-        # an outline of fixed width keeps a pause visible that is narrower than a pixel
+        # an outline of fixed width keeps pauses narrower than a pixel visible
         bars(axes, mine_spans, facecolor="none", edgecolor=INK, lw=0.8, zorder=3)
     marks(axes, begins, marker="v", ms=4.5, color=INK, mew=0.4, zorder=5)
     marks(axes, ends, marker="^", ms=4.5, color=INK, mew=0.4, zorder=5)
 
 
 def _far_apart(moments_s: list[float], gap_s: float) -> list[float]:
-    """Of moments in order those that are so far from the last one that was kept."""
+    """Return the moments, in order, at least a gap after the last one kept."""
     kept: list[float] = []
     for moment_s in moments_s:
         if not kept or moment_s - kept[-1] >= gap_s:
@@ -226,7 +226,7 @@ def _far_apart(moments_s: list[float], gap_s: float) -> list[float]:
 
 
 def _merged(spans: Iterable[tuple[float, float]], pixel_s: float) -> list[tuple[float, float]]:
-    """What comes in order of begin; those between which no line would show are one."""
+    """Merge spans, ordered by begin, whose gaps would not show."""
     merged: list[tuple[float, float]] = []
     for begin_s, end_s in spans:
         if merged and begin_s - merged[-1][1] < pixel_s:
@@ -242,14 +242,14 @@ def _legend_rows(figure: Figure) -> int:
 
 
 def _look(pause: Pause) -> _Look:
-    """By the first cause; others that joined later are in the table."""
+    """Return the look of the first cause; the table has causes that joined later."""
     return _LOOKS.get(pause.main_cause or "", _UNKNOWN)
 
 
 def _dress(figure: Figure, axes: Axes, history: History, *, left_out: int) -> None:
-    """Title, axes, legend and notes."""
+    """Add title, axes, legend and notes."""
     ranks = history.ranks
-    # a name may hold two dollars, between which matplotlib would read mathematics
+    # matplotlib would read mathematics between two dollars in a name
     axes.set_title(_title(history), loc="left", fontsize=10, parse_math=False)
     note = f"\n{left_out} labels left out for want of room: see figures.json" if left_out else ""
     if left_out:
@@ -280,16 +280,16 @@ def _title(history: History) -> str:
     if history.pauses or not history.stopped:
         parts.append(f"pauses: {len(history.pauses)}")
     pauses = history.pauses
-    parts += _spread("request → parked", (one.park_us for one in pauses), ",.0f", "µs")
+    parts += _spread("request → parked", (pause.park_us for pause in pauses), ",.0f", "µs")
     all_parked_ms = (
-        None if one.all_parked_us is None else one.all_parked_us / 1e3 for one in pauses
+        None if pause.all_parked_us is None else pause.all_parked_us / 1e3 for pause in pauses
     )
     parts += _spread("→ all ranks parked", all_parked_ms, ",.1f", "ms")
     return "\n".join(["  ·  ".join(parts), *_stops_in_title(history)])
 
 
 def _spread(name: str, values: Iterable[float | None], spec: str, unit: str) -> list[str]:
-    """Nothing where nothing was measured."""
+    """Return nothing if nothing was measured."""
     known = summary(values)
     if not known["count"]:
         return []
@@ -297,11 +297,11 @@ def _spread(name: str, values: Iterable[float | None], spec: str, unit: str) -> 
 
 
 def _stops_in_title(history: History) -> list[str]:
-    """One more line, because a run with both has much to say."""
+    """Return another line, since a run with both has much to say."""
     if not history.stopped:
         return []
     parts = [f"stops: {len(history.stopped)}"]
-    parts += _spread("request → saved", (one.durable_ms for one in history.stops), ",.0f", "ms")
+    parts += _spread("request → saved", (stop.durable_ms for stop in history.stops), ",.0f", "ms")
     exactly = all(stop.steps_lost_exactly for stop in history.stops)
     lost = steps_lost_total(history.stops)
     parts.append(f"steps lost: {'' if exactly else '≥ '}{lost}")
@@ -309,7 +309,7 @@ def _stops_in_title(history: History) -> list[str]:
 
 
 def _legend(history: History) -> list[Patch | Line2D]:
-    """Only what the picture holds."""
+    """Return entries for what the picture contains."""
     handles: list[Patch | Line2D] = [
         Patch(facecolor=RUNNING, edgecolor=INK, lw=0.6, label="running")
     ]

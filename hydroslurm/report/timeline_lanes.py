@@ -1,5 +1,4 @@
-"""The attempts of a rank in the timeline: its processes, what ended them, the gaps between, and
-what was vacated.
+"""A rank's attempts in the timeline: its processes, their ends, the gaps, and vacated memory.
 
 Whatever differs in colour also differs in shape or hatching.
 """
@@ -37,20 +36,20 @@ _FIRST_STEP = "#009E73"
 _DASHES = (0, (4, 3))
 _DOTS = (0, (1, 2))
 _FLAG = 0.52
-"""How far above its lane a stop is flagged: over the labels of pauses, below the lane before."""
+"""How far above its lane a stop's flag is: over the labels of pauses, below the previous lane."""
 _RECTANGLE = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
 _LETTER = 0.0056
-"""Width of a letter in a gap, as a part of the whole picture's."""
+"""Width of a letter in a gap, relative to the picture's."""
 
 
 def draw_attempts(
     axes: Axes, history: History, ranks: Sequence[int], *, with_names: bool = True
 ) -> None:
-    """The bar of each process, its start hatched. When it was killed or still runs, dashes follow
-    its last event, to the next attempt of the rank, or to the last event of the run.
+    """Draw the bar of each process, with a hatched start. If it was killed or still runs, dashes
+    follow its last event, to the rank's next attempt or the run's last event.
 
     Args:
-        with_names: write below each bar which attempt it is; there must be room for it.
+        with_names: write the attempt's name below each bar; needs room.
     """
     style: dict[str, Any] = {"fontproperties": FontProperties(size=7), "transform": above(axes, -9)}
     style |= {"va": "top", "color": INK, "parse_math": False}
@@ -83,15 +82,15 @@ def draw_attempts(
 
 
 def draw_stops(axes: Axes, history: History, ranks: Sequence[int]) -> int:
-    """Mark requests, saves and first steps, and write into each gap what it cost; returns how many
-    of those labels found no room."""
+    """Mark requests, saves and first steps, and write its cost into each gap; return how many of
+    those labels did not fit."""
     lanes = {rank: lane for lane, rank in enumerate(ranks)}
     _mark_stops(axes, history, lanes)
     saved = [
-        (history.since_begin_s(one.attempt, stamp), lanes[one.stop.rank])
-        for one in history.stopped
-        if one.stop.rank in lanes
-        if (stamp := one.attempt.progress.saved.durable_mono_ns)
+        (history.since_begin_s(stopped.attempt, stamp), lanes[stopped.stop.rank])
+        for stopped in history.stopped
+        if stopped.stop.rank in lanes
+        if (stamp := stopped.attempt.progress.saved.durable_mono_ns)
     ]
     marks(axes, saved, marker="D", ms=6, color=_SAVED, zorder=6)
     first_steps = [
@@ -105,17 +104,17 @@ def draw_stops(axes: Axes, history: History, ranks: Sequence[int]) -> int:
 
 
 def above(axes: Axes, points: float) -> Transform:
-    """Data, moved up by so many points; below with a negative number."""
+    """Return the data transform, moved up by ``points``; down if negative."""
     figure = axes.figure
     return axes.transData + ScaledTranslation(0, points / 72, figure.dpi_scale_trans)
 
 
 def bars(axes: Axes, spans: Sequence[Bar], *, top: float = -BAR / 2, **style: Any) -> None:
-    """One path for all of them: as many hatched polygons of their own take ten times as long to
-    draw and a kilobyte each.
+    """Draw all bars as one path: separate hatched polygons take ten times as long and a kilobyte
+    each.
 
     Args:
-        top: where they begin, from the middle of the lane; downwards is positive.
+        top: of the bars, from the middle of the lane; downwards is positive.
     """
     if not spans:
         return
@@ -125,18 +124,18 @@ def bars(axes: Axes, spans: Sequence[Bar], *, top: float = -BAR / 2, **style: An
     corners = (first, (begin_s, lower), (right_s, lower), (right_s, upper), first)
     points = np.array(corners).transpose(2, 0, 1).reshape(-1, 2)
     codes = np.tile(np.array(_RECTANGLE, dtype=Path.code_type), len(spans))
-    # not by add_patch, which looks at every corner once more
+    # not add_patch, which checks every corner again
     axes.add_artist(PathPatch(Path(points, codes), snap=True, **style))
 
 
 def marks(axes: Axes, places: Sequence[tuple[float, float]], **style: Any) -> None:
-    """One line for all of them, with white edges."""
+    """Draw all marks as one line, with white edges."""
     style = {"mec": "white", "mew": 0.5, "ls": "", **style}
     axes.add_line(Line2D([x for x, _ in places], [y for _, y in places], **style))
 
 
 def attempts_legend(history: History) -> list[Patch | Line2D]:
-    """Only what the picture holds."""
+    """Return entries for what the picture contains."""
     mark: dict[str, Any] = {"ls": "", "ms": 6}
     handles: list[Patch | Line2D] = []
     if any(attempt.progress.first_step_mono_ns for attempt in history.attempts):
@@ -146,7 +145,7 @@ def attempts_legend(history: History) -> list[Patch | Line2D]:
         handles.append(Line2D([], [], marker="X", color=_STOP, label="stop requested", **mark))
     if any(stop.durable_ms is not None for stop in history.stops):
         handles.append(Line2D([], [], marker="D", color=_SAVED, label="saved", **mark))
-    if any(one.attempt.ended and one.following for one in history.stopped):
+    if any(stopped.attempt.ended and stopped.following for stopped in history.stopped):
         handles.append(Line2D([], [], color=INK, lw=1.4, ls=_DOTS, label="between two attempts"))
     if not all(attempt.ended for attempt in history.attempts):
         handles.append(Line2D([], [], color=INK, lw=0.9, ls=_DASHES, label="no more events"))
@@ -172,21 +171,21 @@ def _mark_stops(axes: Axes, history: History, lanes: Mapping[int, int]) -> None:
 
 
 def _write_gaps(axes: Axes, history: History, lanes: Mapping[int, int]) -> int:
-    """Above the line what was saved, below it how long the job waited."""
+    """Write above the line what was saved, below it how long the job waited."""
     letter_s = _LETTER * max(history.observed_s, 1e-3)
     left_out = 0
     style: dict[str, Any] = {"fontproperties": FontProperties(size=7), "ha": "center"}
     style |= {"color": INK, "parse_math": False}
-    for one in history.stopped:
-        if one.following is None or one.stop.rank not in lanes:
+    for stopped in history.stopped:
+        if stopped.following is None or stopped.stop.rank not in lanes:
             continue
-        begin_s = history.since_begin_s(one.attempt, one.attempt.last_mono_ns)
-        end_s, cost = history.begin_s(one.following), _cost(one.stop)
+        begin_s = history.since_begin_s(stopped.attempt, stopped.attempt.last_mono_ns)
+        end_s, cost = history.begin_s(stopped.following), _cost(stopped.stop)
         longest = max((len(line) for line in cost.splitlines()), default=0)
         if end_s - begin_s < letter_s * longest:
             left_out += 1
             continue
-        middle = ((begin_s + end_s) / 2, lanes[one.stop.rank])
+        middle = ((begin_s + end_s) / 2, lanes[stopped.stop.rank])
         axes.text(*middle, cost, transform=above(axes, 3), va="bottom", **style)
         waited = f"{end_s - begin_s:.1f} s"
         axes.text(*middle, waited, transform=above(axes, -3), va="top", **style)
@@ -194,7 +193,7 @@ def _write_gaps(axes: Axes, history: History, lanes: Mapping[int, int]) -> int:
 
 
 def _cost(stop: Stop) -> str:
-    """What came of the state."""
+    """Say what became of the state."""
     parts = [KILLED] if stop.left == KILLED else []
     if stop.durable_ms is not None:
         parts.append(f"saved in\n{stop.durable_ms:,.0f} ms")
@@ -211,9 +210,9 @@ def _first_step_s(history: History, attempt: Attempt) -> float | None:
 
 # --- the vacated part of a pause: device memory on its way, and on the host -----------------------
 #
-# It covers the lower half of the lane's bar, so that the cause of the pause is still seen above it.
+# It covers the lower half of the lane's bar, which leaves the pause's cause visible above.
 
-_YELLOW = "#F0E442"  # of Okabe and Ito's colours the one that no cause has
+_YELLOW = "#F0E442"  # the one Okabe-Ito colour that no cause has
 _VACATED: dict[str, dict[str, Any]] = {
     "device memory on its way": {"facecolor": "white", "hatch": "||||||", "edgecolor": INK},
     "device memory on the host": {"facecolor": _YELLOW},
@@ -222,14 +221,14 @@ _WAY, _HOST = _VACATED
 
 
 class Vacated(NamedTuple):
-    """What one pause did with the device's memory, in nanoseconds of its machine's clock.
+    """Movement of device memory in one pause, in nanoseconds of its host's clock.
 
     Attributes:
         leaves: the vacate began.
         gone: everything was on the host.
         returns: the restore began.
-        back: everything was on the device again. A memory that never came back, because its rank
-            was killed or has lost it, ``returns`` and is ``back`` with the attempt's last event.
+        back: everything was on the device again. If it never came back, because its rank was
+            killed or lost it, ``returns`` and ``back`` are at the attempt's last event.
     """
 
     leaves: int
@@ -239,7 +238,7 @@ class Vacated(NamedTuple):
 
 
 def vacated_of(attempt: Attempt, pause: Pause) -> Vacated | None:
-    """None for a pause that moved nothing."""
+    """Return None for a pause that moved nothing."""
     gone = pause.vacated_mono_ns
     if gone is None:
         return None
@@ -252,21 +251,21 @@ def vacated_of(attempt: Attempt, pause: Pause) -> Vacated | None:
 
 
 def draw_vacated(axes: Axes, history: History, ranks: Sequence[int]) -> None:
-    """Over the pauses, which have to be drawn before."""
+    """Draw over the pauses; call it after they are drawn."""
     spans: dict[str, list[Bar]] = {name: [] for name in _VACATED}
     for lane, rank in enumerate(ranks):
-        for attempt, one in _all_vacated(history, rank):
-            leaves, gone, returns, back = (history.since_begin_s(attempt, at) for at in one)
+        for attempt, vacated in _all_vacated(history, rank):
+            leaves, gone, returns, back = (history.since_begin_s(attempt, at) for at in vacated)
             spans[_HOST].append((gone, returns, lane))
             spans[_WAY] += [(leaves, gone, lane), (returns, back, lane)]
-    for name, mine in spans.items():
-        bars(axes, [bar for bar in mine if bar[1] > bar[0]], top=0.0, lw=0, zorder=3.5,
+    for name, bars_of in spans.items():
+        bars(axes, [bar for bar in bars_of if bar[1] > bar[0]], top=0.0, lw=0, zorder=3.5,
              **_VACATED[name])  # fmt: skip
-        bars(axes, mine, top=0.0, facecolor="none", edgecolor=INK, lw=0.6, zorder=3.6)
+        bars(axes, bars_of, top=0.0, facecolor="none", edgecolor=INK, lw=0.6, zorder=3.6)
 
 
 def vacated_legend(history: History) -> list[Patch]:
-    """Only where the picture holds it."""
+    """Return entries if the picture contains any."""
     if all(pause.vacated_mono_ns is None for pause in history.pauses):
         return []
     return [
@@ -277,5 +276,5 @@ def vacated_legend(history: History) -> list[Patch]:
 def _all_vacated(history: History, rank: int) -> Iterator[tuple[Attempt, Vacated]]:
     for attempt in history.attempts_of(rank):
         for pause in attempt.pauses:
-            if (found := vacated_of(attempt, pause)) is not None:
-                yield attempt, found
+            if (vacated := vacated_of(attempt, pause)) is not None:
+                yield attempt, vacated

@@ -2,10 +2,9 @@
 
 The JSON object form of the Trace Event Format
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): a process per
-attempt, named after its rank, with three threads: what the training did, the parts of each pause,
-and how state was saved. Complete events (``X``) of one thread never overlap unless one holds
-the other, which the format asks for; requests are instants (``i``). Times are microseconds since
-the run's first event.
+attempt, named after its rank, with three threads: the training, the parts of each pause, and saves.
+Complete events (``X``) of one thread overlap only if one contains the other, as the format demands;
+requests are instants (``i``). Times are microseconds since the run's first event.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hydroslurm.report.history import History
 from hydroslurm.report.pauses import Pause
 
 MOST_EVENTS = 50_000
-"""A file that a browser opens in a second or two."""
+"""Size that a browser opens in a second or two."""
 
 _TRAINING, _PAUSING, _SAVING = 1, 2, 3
 _THREADS = {_TRAINING: "training", _PAUSING: "pauses", _SAVING: "saves and stops"}
@@ -26,8 +25,8 @@ Entry = dict[str, Any]
 
 
 def trace_of(history: History) -> dict[str, Any]:
-    """The object that is written. Of a run that is too large the later pauses and saves of each
-    attempt are left out, and ``otherData`` says how many."""
+    """Build the object to write. If a run is too large, omit the later pauses and saves of each
+    attempt; ``otherData`` says how many."""
     attempts = history.attempts[: MOST_EVENTS // 20]
     room = max(1, MOST_EVENTS // 10 // max(1, len(attempts)))
     entries: list[Entry] = []
@@ -57,7 +56,7 @@ class _Writer:
     def slice(
         self, thread: int, name: str, begin_ns: int | None, end_ns: int | None, **args: Any
     ) -> Iterator[Entry]:
-        """Nothing where one of its ends is not known, or they are in the wrong order."""
+        """Yield nothing if an end is unknown, or the ends are in the wrong order."""
         if begin_ns is None or end_ns is None or end_ns < begin_ns:
             return
         begin_us = self._us(begin_ns)
@@ -111,7 +110,7 @@ def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> I
         )
     for save in progress.saves[:room]:
         known = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
-        # save_written is missing where the save failed in between
+        # save_written is missing if the save failed in between
         staged = save.written_mono_ns or save.staged_mono_ns or save.started_mono_ns
         yield from write.slice(_SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **known)
         yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
@@ -127,7 +126,7 @@ def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> I
 
 
 def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:
-    """``parked`` on the training's thread; its parts beside it, one behind the other."""
+    """Yield ``parked`` on the training's thread and, beside it, its parts in sequence."""
     known = {"pause": pause.number, "causes": "+".join(pause.causes) or None, "step": pause.step}
     requested, parked = pause.requested_mono_ns, pause.parked_mono_ns
     running = pause.released_mono_ns or pause.resumed_mono_ns or attempt.last_mono_ns
@@ -144,7 +143,7 @@ def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:
     ):
         began = None if end is None or took_s is None else end - int(took_s * 1e9)
         if began is not None and drained is not None and drained <= (end or 0):
-            # a vacate waits for the device itself, and slices must not overlap
+            # a vacate itself waits for the device, and slices must not overlap
             began = max(began, drained)
         yield from write.slice(_PAUSING, name, began, end, bytes=pause.vacated_bytes)
     yield from write.instant(_PAUSING, "all_parked", pause.all_parked_mono_ns)

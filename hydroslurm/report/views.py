@@ -1,8 +1,8 @@
-"""What a person reads: the tables of a run and the sentences below them, in a terminal or a page.
+"""Texts for people: a run's tables and the sentences below them, for a terminal or a page.
 
-The HTML page needs nothing else: no script, no network, images embedded. jinja2's autoescape
-escapes whatever came from outside, names of runs and operators above all; a policy in the page
-itself forbids scripts and foreign addresses, should anything get through.
+The HTML page is self-contained: no script, no network, images embedded. jinja2's autoescape escapes
+all outside text, above all names of runs and operators; a policy in the page forbids scripts and
+foreign addresses, should anything get through.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MOST_ON_PAGE = 200
 """Rows of each table; figures.json has more."""
 MOST_IN_TERMINAL = 40
 _ROOMY_COLUMNS = 8
-"""Tables with more columns need every character of a terminal of 80."""
+"""Tables with more columns need all 80 characters of a terminal."""
 _NOT_HEARD = "No pause was seen, but signal handlers were lost: see below."
 
 
 def report_view(report: Report, *, max_rows: int = MOST_IN_TERMINAL) -> RenderableType:
-    """The tables of pauses and of stops, each with its percentiles below, where the time went, and
-    what is missing; one sentence when there was neither."""
+    """Show the tables of pauses and stops with their percentiles, how the time was spent, and what
+    is missing; one sentence if there was neither."""
     history = report.history
     heading = Text(_heading(report), style="bold")
     below = [Text(sentence) for sentence in _sentences_below(report)]
@@ -54,7 +54,7 @@ def report_view(report: Report, *, max_rows: int = MOST_IN_TERMINAL) -> Renderab
 
 
 def profile_view(profile: Profile) -> RenderableType:
-    """One report of nsys: its tables, and the sentences below them."""
+    """Show one nsys report: its tables, and the sentences below them."""
     return Group(
         Text(profile_heading(profile), style="bold"),
         *map(in_terminal, profile_tables(profile, most=MOST_IN_TERMINAL)),
@@ -63,12 +63,12 @@ def profile_view(profile: Profile) -> RenderableType:
 
 
 def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
-    """The report as one HTML page.
+    """Make the HTML page of a report.
 
     Args:
-        pictures: for each a description for those who cannot see it, and its PNG.
+        pictures: pairs of a description, for those who cannot see it, and a PNG.
     """
-    # a template per call: nothing is compiled by those who import this
+    # a template per call: importers need not compile it
     environment = Environment(
         loader=PackageLoader("hydroslurm.report", package_path=""),
         autoescape=True,
@@ -93,24 +93,24 @@ def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
 
 
 def stop_sentences(report: Report, *, most: int = 5) -> list[str]:
-    """What was lost, and what is missing from the log."""
+    """Say what was lost, and what is missing from the log."""
     figures = report.figures.stops
     least = "at least " if figures.at_least else ""
-    said = [f"Steps lost: {least}{figures.steps_lost_total}."]
+    sentences = [f"Steps lost: {least}{figures.steps_lost_total}."]
     stopped = report.stopped_in_time
-    torn = [one for one in stopped if not one.stop.complete]
-    for one in torn[:most]:
-        which = f"Attempt {report.history.attempt_number(one.attempt)} of rank {one.stop.rank}"
-        if one.stop.left == KILLED and one.stop.requested_mono_ns is None:
-            said.append(f"{which} was killed without warning.")
+    torn = [s for s in stopped if not s.stop.complete]
+    for s in torn[:most]:
+        which = f"Attempt {report.history.attempt_number(s.attempt)} of rank {s.stop.rank}"
+        if s.stop.left == KILLED and s.stop.requested_mono_ns is None:
+            sentences.append(f"{which} was killed without warning.")
         else:
-            said.append(f"{which} wrote no {', '.join(one.stop.missing)}.")
+            sentences.append(f"{which} wrote no {', '.join(s.stop.missing)}.")
     if len(torn) > most:
-        said.append(f"{len(torn) - most} more stops are incomplete: see figures.json.")
-    return said + [
-        f"Not requeued by rank {one.stop.rank}: {one.stop.requeue_error}"
-        for one in stopped
-        if one.stop.requeue_error
+        sentences.append(f"{len(torn) - most} more stops are incomplete: see figures.json.")
+    return sentences + [
+        f"Not requeued by rank {s.stop.rank}: {s.stop.requeue_error}"
+        for s in stopped
+        if s.stop.requeue_error
     ]
 
 
@@ -133,11 +133,11 @@ def _about_stops(report: Report, max_rows: int) -> list[RenderableType]:
 
 
 def _cut(table: Table, what: str) -> list[RenderableType]:
-    """The first table of its kind needs no title; below it stand the percentiles."""
+    """Show a table without a title, as the first of its kind; percentiles follow."""
     parts = [in_terminal(replace(table, title="", left_out=0))]
     if table.left_out:
-        said = f"{table.left_out} later {what} are left out; the figures below are of all."
-        parts.append(Text(said))
+        note = f"{table.left_out} later {what} are left out; the figures below are of all."
+        parts.append(Text(note))
     return parts
 
 
@@ -148,10 +148,10 @@ def _sentences_below(report: Report) -> Sequence[str]:
 
 
 def _together_sentences(report: Report) -> list[str]:
-    """What a suspend could have interrupted."""
-    said, in_flight = [], report.figures.in_flight
+    """Say what a suspend could have interrupted."""
+    sentences, in_flight = [], report.figures.in_flight
     if in_flight:
-        said.append(
+        sentences.append(
             f"{_counted(in_flight, 'pause')} with collectives in flight (! above): such a "
             "suspend has to be shorter than their timeout."
         )
@@ -162,8 +162,8 @@ def _together_sentences(report: Report) -> list[str]:
         for pause in attempt.pauses
     )
     if alone:
-        said.append(f"{_counted(alone, 'pause')} ended before all ranks were parked.")
-    return said
+        sentences.append(f"{_counted(alone, 'pause')} ended before all ranks were parked.")
+    return sentences
 
 
 def _heading(report: Report) -> str:
@@ -190,7 +190,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def pauses_table(report: Report, *, most: int = MOST_IN_TERMINAL, wide: bool = False) -> Table:
-    """Why, how fast and for how long each pause held its rank, and where."""
+    """Make the table of why, how fast, how long and where each pause held its rank."""
     rows, history = report.pauses_in_time, report.history
     shown = [row.joined for row in rows[:most]]
     columns = dict(columns_of(Pause))
@@ -216,7 +216,7 @@ def pauses_table(report: Report, *, most: int = MOST_IN_TERMINAL, wide: bool = F
 
 
 def stops_table(report: Report, *, most: int = MOST_IN_TERMINAL, wide: bool = False) -> Table:
-    """Why each attempt was stopped, how fast it was saved and came back, and what was lost."""
+    """Make the table of each stop's reason, its save and return times, and its losses."""
     rows, columns = report.stopped_in_time, dict(columns_of(Stop))
     numbers = {id(row.stop): str(report.history.attempt_number(row.attempt)) for row in rows[:most]}
     columns["attempt"] = columns["attempt"]._replace(cell=lambda stop: numbers[id(stop)])
@@ -236,7 +236,7 @@ def stops_table(report: Report, *, most: int = MOST_IN_TERMINAL, wide: bool = Fa
 
 
 def _latency_table(figures: Figures, *kinds: Kind, title: str = "") -> Table:
-    """Percentiles of what was measured of these kinds; of several, each row names its own."""
+    """Make the table of percentiles for these kinds; with several, each row names its kind."""
     having = {"stop": figures.stops, "nsys": figures.nsys}
     rows = []
     for kind in kinds:
@@ -253,7 +253,7 @@ def _latency_table(figures: Figures, *kinds: Kind, title: str = "") -> Table:
 
 
 def _goodput_table(figures: Figures) -> Table | None:
-    """Where the time went; None for a run without events."""
+    """Make the table of how the time was spent; None for a run without events."""
     goodput = figures.goodput
     if goodput is None:
         return None
@@ -265,7 +265,7 @@ def _goodput_table(figures: Figures) -> Table | None:
         and ((part_s := getattr(goodput, part.name)) > 0 or part.name == "productive_s")
     ]
     queued_s = goodput.queued_s
-    # the events alone do not say whether anybody waited: below an elastic agent ranks start anew
+    # events alone do not show idle time: an elastic agent restarts ranks
     between = "between attempts" if goodput.allocated_from == "events" else "waiting in the queue"
     rows += [
         ("allocated", f"{allocated_s:,.1f}", "100.0 %", _share(allocated_s, wall_s)),
@@ -285,17 +285,17 @@ def _goodput_table(figures: Figures) -> Table | None:
 
 
 def _slurm_table(sources: ExternalSources) -> Table:
-    """The attempts of the run's jobs in Slurm's accounting."""
+    """Make the table of the jobs' attempts in Slurm's accounting."""
     attempts = sources.accounting.attempts
     columns = (
-        Column("job", lambda one: sources.accounting.names([one.job_id]), left=True),
-        Column("ended", lambda one: one.state, left=True),
-        Column("not eligible (s)", lambda one: _span(one.submit_epoch_s, one.eligible_epoch_s)),
-        Column("queued (s)", lambda one: _span(one.eligible_epoch_s, one.start_epoch_s)),
-        Column("ran (s)", lambda one: _span(one.start_epoch_s, one.end_epoch_s)),
-        Column("suspended (s)", lambda one: number(one.suspended_s, ",d")),
+        Column("job", lambda a: sources.accounting.names([a.job_id]), left=True),
+        Column("ended", lambda a: a.state, left=True),
+        Column("not eligible (s)", lambda a: _span(a.submit_epoch_s, a.eligible_epoch_s)),
+        Column("queued (s)", lambda a: _span(a.eligible_epoch_s, a.start_epoch_s)),
+        Column("ran (s)", lambda a: _span(a.start_epoch_s, a.end_epoch_s)),
+        Column("suspended (s)", lambda attempt: number(attempt.suspended_s, ",d")),
     )
-    requeues = sum(one.state == "REQUEUED" for one in attempts)
+    requeues = sum(attempt.state == "REQUEUED" for attempt in attempts)
     return table_of(
         "Attempts in Slurm's accounting",
         columns,
@@ -314,7 +314,7 @@ def _span(begin_s: int | None, end_s: int | None) -> str | None:
 
 
 def in_terminal(table: Table) -> RenderableType:
-    """A table for a terminal of 80 columns."""
+    """Lay out a table for a terminal of 80 columns."""
     padding = (0, 1) if len(table.headings) <= _ROOMY_COLUMNS else 0
     shown = RichTable(
         header_style="bold", box=box.SIMPLE_HEAD, padding=padding, collapse_padding=True
@@ -322,7 +322,7 @@ def in_terminal(table: Table) -> RenderableType:
     shown.title, shown.title_justify = table.title or None, "left"
     for index, (heading, left) in enumerate(zip(table.headings, table.left, strict=True)):
         if index and not left and "\n" not in heading:
-            heading = heading.replace(" ", "\n")  # numbers decide how wide a column is
+            heading = heading.replace(" ", "\n")  # numbers determine a column's width
         widest = max((len(row[index]) for row in table.rows), default=0)
         shown.add_column(
             heading,

@@ -1,6 +1,6 @@
-"""Write all files of a report into the run folder; the only module here that writes.
+"""Write all files of a report into the run folder; no other module here writes.
 
-Each function raises RunFolderError where a file cannot be written.
+Each function raises RunFolderError if a file cannot be written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydroslurm.errors import RunFolderError
 from hydroslurm.report.history import History
 from hydroslurm.report.reading import parallel_map
 
-if TYPE_CHECKING:  # the pictures are started before anything of this is imported
+if TYPE_CHECKING:  # the pictures' process starts before any of this is imported
     from matplotlib.figure import Figure
 
     from hydroslurm.report.figures import Figures, Report
@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # the pictures are started before anything of this is importe
 MANY_PAUSES = 20_000
 _TIMELINE_DPI, _HISTOGRAMS_DPI, _SIZES_DPI = 120, 110, 150
 _FAST_PNG = {"compress_level": 1}
-"""The last tenth of a PNG's size takes as long to compress as the picture takes to draw."""
+"""The last tenth of a PNG's size costs as much time to compress as the drawing."""
 
 
 def write_all(report: Report, run: RunDir, *, pictures: Iterator[None] | None) -> Iterator[Path]:
-    """Yield each path when it is written: figures, trace, pictures, and the page that holds them.
+    """Yield each written path: figures, trace, pictures, and the page that contains them.
 
     Args:
-        pictures: what :func:`start_pictures` returned; None: there are no pictures.
+        pictures: from :func:`start_pictures`; None: no pictures.
     """
     yield write_figures(report.figures, run.figures_json)
     yield write_trace(report.history, run.trace_json)
@@ -55,10 +55,10 @@ def write_all(report: Report, run: RunDir, *, pictures: Iterator[None] | None) -
 
 
 def start_pictures(history: History, run: RunDir) -> Iterator[None]:
-    """Draw both pictures in another process from now on; iterate to wait for it.
+    """Start drawing both pictures in another process; iterate to wait for it.
 
-    Most of the time of a small run is matplotlib's import. A large run is drawn here, when
-    iterated: pages that another process touches are copied, all of them.
+    Most of a small run's time is matplotlib's import. Large runs are drawn in this process, on
+    iteration: a fork that touches their pages would copy all of them.
     """
     if len(history.pauses) > MANY_PAUSES:
         return map(_draw, [(history, run)])
@@ -66,8 +66,8 @@ def start_pictures(history: History, run: RunDir) -> Iterator[None]:
 
 
 def _draw(run_of: tuple[History, RunDir]) -> None:
-    """Histograms of an earlier report are removed when there is nothing to draw."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would take memory, and do nothing
+    """Draw both; remove an earlier report's histograms if there are none now."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would only take memory
     history, run = run_of
     write_timeline(history, run.timeline_png)
     if write_histograms(history, run.histograms_png) is None:
@@ -75,14 +75,14 @@ def _draw(run_of: tuple[History, RunDir]) -> None:
 
 
 def write_figures(figures: Figures, path: Path) -> Path:
-    """Write figures.json; returns the path."""
+    """Write figures.json; return the path."""
     from hydroslurm.report.figures import figures_text
 
     return _write(path, figures_text(figures).encode())
 
 
 def write_trace(history: History, path: Path) -> Path:
-    """Write trace.json; returns the path."""
+    """Write trace.json; return the path."""
     from hydroslurm.report.trace import trace_of
 
     text = json.dumps(trace_of(history), separators=(",", ":"), allow_nan=False)
@@ -90,22 +90,22 @@ def write_trace(history: History, path: Path) -> Path:
 
 
 def write_timeline(history: History, path: Path) -> Path:
-    """Draw the run into a PNG; returns the path."""
+    """Draw the run into a PNG; return the path."""
     from hydroslurm.report.timeline import timeline
 
     return _write(path, _png(timeline(history), _TIMELINE_DPI))
 
 
 def write_histograms(history: History, path: Path) -> Path | None:
-    """Draw the latencies into a PNG; returns the path, None when too little was measured."""
+    """Draw the latencies into a PNG; return the path, or None if too few were measured."""
     from hydroslurm.report.histograms import draw_histograms, histograms_of
 
-    found = histograms_of(history)
-    return _write(path, _png(draw_histograms(found), _HISTOGRAMS_DPI)) if found else None
+    histograms = histograms_of(history)
+    return _write(path, _png(draw_histograms(histograms), _HISTOGRAMS_DPI)) if histograms else None
 
 
 def write_sizes(ledger: Iterable[Mapping[str, Any]], path: Path, *, title: str) -> Path | None:
-    """Draw the members of an elastic run into a PNG; returns the path, None before any trained."""
+    """Draw an elastic run's members into a PNG; return the path, or None before any trained."""
     from hydroslurm.report.sizes import draw_sizes
 
     figure = draw_sizes(ledger, title=title)
@@ -119,7 +119,7 @@ def _png(figure: Figure, dpi: int) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> Path:
-    """Write a file of the report's folder, whole or not at all."""
+    """Write a file of the report's folder atomically."""
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with _own_folder(path.parent) as folder:
@@ -134,10 +134,10 @@ def _write(path: Path, content: bytes) -> Path:
 
 @contextlib.contextmanager
 def _own_folder(path: Path) -> Iterator[Path]:
-    """The folder as it is now, whatever another user puts in its place meanwhile.
+    """Yield the folder as it is now, even if another user replaces it meanwhile.
 
-    Someone who reports on another user's run, root above all, must not be led by a symbolic link to
-    overwrite files elsewhere.
+    When someone reports on another user's run, above all root, a symbolic link must not lead them
+    to overwrite files elsewhere.
 
     Raises:
         OSError: it is a link, or belongs to another user.
