@@ -1,2 +1,1 @@
-"""Jobs while they run: one answer of Slurm's for all of them, beside what is appended to their run
-folders."""
+"""Running jobs: one answer from Slurm for all of them, and the files of their run folders."""

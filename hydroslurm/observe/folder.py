@@ -1,4 +1,4 @@
-"""Follow the run folders of a job: the statuses of their ranks."""
+"""Follow the run folders of a job: its ranks' statuses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hydroslurm.errors import UntrustedFile
 
 SLOW_FACTOR = 1.25
 SLOW_SHARE = 0.1
-"""A rank is slow that reaches its first collective so many times later than the median of the
-others, and by such a share of the step: below that, two equal ranks differ by chance."""
+"""A rank is slow if it reaches its first collective this many times later than the others' median,
+by at least this share of the step: for less, two equal ranks differ by chance."""
 
 
 class SlowRank(NamedTuple):
-    """A rank that the others wait for, and how much later than they it gets there."""
+    """A rank the others wait for, and how much later it arrives."""
 
     rank: int
     host: str
@@ -39,41 +39,41 @@ class SlowRank(NamedTuple):
 
 
 def slow_ranks(ranks: Iterable[RankStatus]) -> tuple[SlowRank, ...]:
-    """Those of one training, the slowest first. Of two ranks the sooner one is the median."""
-    running = [one for one in ranks if one.state == "running" and one.first_collective_s]
-    times_s = [one.first_collective_s or 0.0 for one in running]
+    """Return one training's slow ranks, slowest first. Of two ranks the faster is the median."""
+    running = [rank for rank in ranks if rank.state == "running" and rank.first_collective_s]
+    times_s = [rank.first_collective_s or 0.0 for rank in running]
     median_s = statistics.median_low(times_s) if times_s else 0.0
-    found = [
-        SlowRank(one.rank, one.host, time_s / median_s)
-        for one, time_s in zip(running, times_s, strict=True)
+    slow = [
+        SlowRank(rank.rank, rank.host, time_s / median_s)
+        for rank, time_s in zip(running, times_s, strict=True)
         if time_s > SLOW_FACTOR * median_s
-        and (time_s - median_s) * (one.steps_per_s or 0.0) > SLOW_SHARE
+        and (time_s - median_s) * (rank.steps_per_s or 0.0) > SLOW_SHARE
     ]
-    return tuple(sorted(found, key=lambda one: -one.factor))
+    return tuple(sorted(slow, key=lambda rank: -rank.factor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts in the run folders of a job about its present attempt. Of several trainings in it,
-    what is not of all ranks is that of the one with the oldest checkpoint, which would lose most.
+    """Facts from a job's run folders about its current attempt. With several trainings, facts that
+    do not cover all ranks are those of the oldest checkpoint's, which would lose most.
 
     Attributes:
-        ranks: of this attempt, in order of rank.
-        n_ranks: how many there are: those that wrote, or that those are joined with.
-        has_run: whether a ``Run`` will save when it is asked to stop; None: not known.
-        began: the step that the attempt began at, and when (epoch ns).
+        ranks: of this attempt, by rank.
+        n_ranks: all ranks: those that wrote, or that those are joined with.
+        has_run: whether a ``Run`` will save at a stop; None: unknown.
+        began: step at the attempt's begin, and when (epoch ns).
         commit: newest durable checkpoint of any attempt: step, when (epoch ns).
-        save_s: the longest durable save that was seen; None before the first.
-        step: of the first rank that tells one.
-        step_epoch_ns: when that was told.
-        steps_per_s: as last measured; None when not known.
-        stuck_s: so long it had been at that step when it told.
-        told_every_s: it tells so often; None where only events do.
+        save_s: longest durable save so far; None before the first.
+        step: of the first rank that reports one.
+        step_epoch_ns: when it reported that.
+        steps_per_s: last measured; None if unknown.
+        stuck_s: how long it had been at that step by then.
+        told_every_s: interval of its reports; None if only events report.
         size: members of an elastic run that train now, that are wanted, and at most.
         pause_counts, pause_sum_s: of all ranks and attempts, as in
             :class:`~hydroslurm.core.status.RankStatus`.
-        slow: the ranks that the others wait for.
-        goodput: of all attempts; None where the first rank does not tell.
+        slow: ranks the others wait for.
+        goodput: of all attempts; None if the first rank does not report it.
     """
 
     ranks: tuple[RankStatus, ...] = ()
@@ -108,7 +108,7 @@ class RunFacts:
 
 
 def size_of(status: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Of an elastic run: members that train now, that are wanted, and at most."""
+    """Return an elastic run's members that train now, that are wanted, and at most."""
     now, wanted, most = (status.get(name) for name in ("size", "wanted", "max"))
     if type(now) is int and type(wanted) is int and type(most) is int:
         return now, wanted, most
@@ -123,33 +123,33 @@ class FollowedJob:
         self._followed = tuple(map(FollowedRun, runs))
 
     def read(self, *, most: int) -> int:
-        """As :meth:`FollowedRun.read`."""
+        """Read new statuses, as :meth:`FollowedRun.read`."""
         count = 0
         for run in self._followed:
             count += run.read(most=most - count)
         return count
 
     def facts(self, restart_count: int) -> RunFacts:
-        """Return the facts of the attempt with that restart count, of the trainings that run; when
-        none does, of the last."""
-        found = [run.facts(restart_count) for run in self._followed]
-        living = [one for one in found if any(rank.state != "ended" for rank in one.ranks)]
+        """Return the facts of the attempt with that restart count, of all running trainings; if
+        none runs, of the last."""
+        all_facts = [run.facts(restart_count) for run in self._followed]
+        living = [f for f in all_facts if any(rank.state != "ended" for rank in f.ranks)]
         if len(living) < 2:
-            return living[0] if living else found[-1]
+            return living[0] if living else all_facts[-1]
         lead = min(living, key=lambda one: (one.commit or one.began or (0, 0))[1])
-        counts = zip(*(one.pause_counts for one in living), strict=True)
+        counts = zip(*(facts.pause_counts for facts in living), strict=True)
         return replace(
             lead,
-            ranks=tuple(rank for one in living for rank in one.ranks),
-            n_ranks=sum(one.n_ranks for one in living),
-            slow=tuple(slow for one in living for slow in one.slow),
+            ranks=tuple(rank for facts in living for rank in facts.ranks),
+            n_ranks=sum(facts.n_ranks for facts in living),
+            slow=tuple(slow for facts in living for slow in facts.slow),
             pause_counts=tuple(map(sum, counts)),
-            pause_sum_s=sum(one.pause_sum_s for one in living),
+            pause_sum_s=sum(facts.pause_sum_s for facts in living),
         )
 
 
 class FollowedRun:
-    """Follows one run folder; a file that has not changed costs one ``stat``."""
+    """Follows one run folder; an unchanged file costs one ``stat``."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -161,15 +161,15 @@ class FollowedRun:
         self._status: dict[str, Any] | None = None
 
     def read(self, *, most: int) -> int:
-        """Read the statuses that are new, at most so many; returns how many that were."""
+        """Read at most ``most`` new statuses; return how many."""
         self._read_elastic()
         try:
             files = self.run.rank_status_names()
         except OSError:
             return 0
         count = 0
-        # after the rank that the last budget ended at, so that the last ones have their turn too
-        for rank, path in sorted(files.items(), key=lambda one: one[0] < self._next):
+        # start after the last budget's end, so that the last ranks get their turn, too
+        for rank, path in sorted(files.items(), key=lambda entry: entry[0] < self._next):
             try:
                 now = os.lstat(path)
             except OSError:
@@ -195,7 +195,7 @@ class FollowedRun:
             self._elastic_ns, self._facts = changed_ns, None
             try:
                 self._status = self._elastic.read(self._elastic.status_json)
-            except UntrustedFile:  # somebody else's: it says nothing
+            except UntrustedFile:  # another user's: ignore it
                 self._status = None
 
     def facts(self, restart_count: int) -> RunFacts:
@@ -209,21 +209,21 @@ class FollowedRun:
         return self._facts[1]
 
     def _fold(self, restart_count: int) -> RunFacts:
-        known = [one for _, (_, one) in sorted(self._seen.items()) if one is not None]
+        known = [status for _, (_, status) in sorted(self._seen.items()) if status is not None]
         if not known:
             return RunFacts()
-        ranks = tuple(one for one in known if one.restart_count == restart_count)
+        ranks = tuple(status for status in known if status.restart_count == restart_count)
         begins = [
-            (one.attempt_step or 0, one.attempt_began.epoch_ns)
-            for one in known
-            if one.attempt_began and one.attempt_restart_count == restart_count
+            (status.attempt_step or 0, status.attempt_began.epoch_ns)
+            for status in known
+            if status.attempt_began and status.attempt_restart_count == restart_count
         ]
         commits = [
-            (one.committed_step, one.committed.epoch_ns)
-            for one in known
-            if one.committed_step is not None and one.committed
+            (status.committed_step, status.committed.epoch_ns)
+            for status in known
+            if status.committed_step is not None and status.committed
         ]
-        lead = next((one for one in ranks if one.step is not None), None)
+        lead = next((status for status in ranks if status.step is not None), None)
         since = lead.step_since if lead else None
         return RunFacts(
             ranks=ranks,
@@ -231,14 +231,14 @@ class FollowedRun:
             has_run=True if begins else (False if ranks else None),
             began=min(begins, default=None),
             commit=max(commits, default=None),
-            save_s=max((one.save_s for one in known if one.save_s is not None), default=None),
+            save_s=max((s.save_s for s in known if s.save_s is not None), default=None),
             step=lead.step if lead else None,
             step_epoch_ns=lead.as_of.epoch_ns if lead else None,
             steps_per_s=lead.steps_per_s if lead else None,
             stuck_s=max(0.0, (lead.as_of.epoch_ns - since.epoch_ns) / 1e9) if lead and since else 0,
             told_every_s=lead.heartbeat_s if lead else None,
-            pause_counts=tuple(map(sum, zip(*(one.pause_counts for one in known), strict=True))),
-            pause_sum_s=sum(one.pause_sum_s for one in known),
+            pause_counts=tuple(map(sum, zip(*(s.pause_counts for s in known), strict=True))),
+            pause_sum_s=sum(s.pause_sum_s for s in known),
             slow=slow_ranks(ranks),
             goodput=known[0].goodput(),
         )

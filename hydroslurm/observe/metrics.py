@@ -1,4 +1,4 @@
-"""All jobs as metrics for Prometheus. The names are part of the interface: dashboards have them."""
+"""All jobs as Prometheus metrics. Their names are public: dashboards use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hydroslurm.observe.row import Row, row_of, unsaved_steps
 from hydroslurm.observe.watcher import View, Watcher
 
 LABELS = ("job_id", "name", "user", "partition")
-"""Of every metric of one job."""
+"""Labels of every metric of a job."""
 
 
 _GAUGES = {
@@ -52,7 +52,7 @@ _COUNTERS = {
 
 
 def _values(row: Row, now_epoch_s: float) -> dict[str, float | None]:
-    """What these are of one job; None where it is not known."""
+    """Return the gauges of one job; None where unknown."""
     job, facts = row.job, row.facts
     spent = {} if facts.goodput is None else vars(facts.goodput)
     return {
@@ -78,7 +78,7 @@ def _values(row: Row, now_epoch_s: float) -> dict[str, float | None]:
 
 
 class JobCollector(Collector):
-    """Looks at most once per interval, however often it is asked; from any thread."""
+    """Looks at most once per interval, however often it is asked, from any thread."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class JobCollector(Collector):
         self.error: str | None = None
 
     def registry(self) -> CollectorRegistry:
-        """A registry with these metrics and no others."""
+        """Return a registry with only these metrics."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
     def describe(self) -> list[Metric]:
-        """Nothing is asked of Slurm in order to be registered."""
+        """Return nothing, so that registration does not ask Slurm."""
         return []
 
     def collect(self) -> list[Metric]:
@@ -138,7 +138,7 @@ class JobCollector(Collector):
             labels=(*LABELS, "part"),
         )
         for row in view.jobs:
-            # one that Slurm has forgotten stays as it was last
+            # a job that Slurm has forgotten keeps its last state
             now = row_of(row.job, row.facts, None, now_epoch_s=view.epoch_s)
             labels = (now.job_id, row.job.name, row.job.user, row.job.partition)
             for name, value in _values(now, view.epoch_s).items():
@@ -166,6 +166,6 @@ def _slowest(times_s: Iterable[float | None]) -> float | None:
 
 
 def _buckets(facts: RunFacts) -> list[tuple[str, float]]:
-    """As Prometheus has them: upper bound, how many up to it."""
+    """Return Prometheus's buckets: upper bound, count up to it."""
     bounds = [*map(repr, PAUSE_BOUNDS_S), "+Inf"]
     return list(zip(bounds, map(float, accumulate(facts.pause_counts)), strict=True))

@@ -1,5 +1,5 @@
-"""One job as a line of ``top``, from Slurm's answer and the facts in its run folder, and the work
-that a preemption at this moment would lose. Pure."""
+"""One job as a line of ``top``, from Slurm's answer and its run folder's facts, and the work that a
+preemption now would lose. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopReason
 from hydroslurm.slurm.values import Job, JobState
 
 STUCK_S = 60.0
-"""A step that takes this long, and ten times as long as those before it, is worth a look; so is a
-heartbeat that is overdue by this much."""
+"""Delay worth a look: of a step that takes this long and ten times its predecessors' time, or of an
+overdue heartbeat."""
 LOUD = frozenset(
     {
         JobState.FAILED,
@@ -32,18 +32,18 @@ LOUD = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is shown of one job; None where it is not known or makes no sense.
+    """One job's displayed values; None where unknown or meaningless.
 
     Attributes:
-        job, facts: what the rest was made from.
-        job_id: as Slurm prints it: ``12_3`` for an element of an array, ``12_[4-9%1]`` for those
-            that have not started.
-        state: Slurm's; or PARKED (all ranks) and STOPPING, which only its
-            ranks know; or FORGOTTEN: it has ended, and Slurm does not remember how.
-        parked, ranks: of this attempt.
+        job, facts: sources of the rest.
+        job_id: as Slurm prints it: ``12_3`` for an array element, ``12_[4-9%1]`` for those that
+            have not started.
+        state: Slurm's; or PARKED (all ranks) and STOPPING, which only its ranks know; or
+            FORGOTTEN: it has ended, and Slurm has forgotten how.
+        parked, ranks: counts in this attempt.
         commit_step, commit_age_s: newest durable checkpoint.
         size: members of an elastic job that train now, that are wanted, and at most.
-        pauses: how often it was paused in this attempt.
+        pauses: number of pauses in this attempt.
         left_s: until its time limit.
         stuck: no step for a long time, or no heartbeat from the first rank.
     """
@@ -76,8 +76,8 @@ class Row:
         return None if self.facts.goodput is None else self.facts.goodput.of_allocated
 
     def attention(self) -> tuple[object, ...]:
-        """Sorts the job that needs somebody first: what loses work while it cannot be saved, what
-        failed or stands still, what would lose the most; then what runs, waits, has ended."""
+        """Sort key, most urgent first: jobs that lose work and cannot save, that failed or hang, or
+        would lose most; then running, waiting and ended ones."""
         held = self.job.state is JobState.SUSPENDED or self.state == "STOPPING"
         at_stake_s = 0.0
         if self.loss is not None and not self.loss.is_nothing:
@@ -93,7 +93,7 @@ class Row:
         return (urgency, -at_stake_s, not self.parked, self.job.job_id)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; durations in seconds."""
+        """Return plain values; durations in seconds."""
         loss = self.loss
         size = self.size or (None, None, None)
         return {
@@ -115,7 +115,7 @@ class Row:
             "pauses": self.pauses,
             "vacated_bytes": self.vacated_bytes,
             "goodput": self.facts.goodput and vars(self.facts.goodput),
-            "slow_ranks": [one._asdict() for one in self.facts.slow],
+            "slow_ranks": [rank._asdict() for rank in self.facts.slow],
             "left_s": self.left_s,
             "lost_steps": loss.steps if loss else None,
             "lost_s": loss.seconds if loss else None,
@@ -135,7 +135,7 @@ def row_of(
     now_epoch_s: float,
     forgotten: bool = False,
 ) -> Row:
-    """Put a line together."""
+    """Build the row of one job."""
     alive = not (forgotten or job.state.has_ended or job.state.is_waiting)
     commit = facts.commit
     has_ranks = alive and bool(facts.ranks)
@@ -171,7 +171,7 @@ def _state(job: Job, facts: RunFacts) -> str:
 
 
 def _rate(job: Job, facts: RunFacts, *, now_epoch_s: float) -> float | None:
-    """Zero while all ranks are held or nothing moves; what was measured last otherwise."""
+    """Return 0 while all ranks are held or nothing moves, otherwise the last measurement."""
     if facts.steps_per_s is None:
         return None
     held = job.state is JobState.SUSPENDED or (facts.parked and facts.parked == len(facts.ranks))
@@ -182,13 +182,13 @@ def _is_stuck(facts: RunFacts, *, now_epoch_s: float) -> bool:
     if not facts.steps_per_s or facts.step_epoch_ns is None or facts.parked:
         return False
     silent_s = now_epoch_s - facts.step_epoch_ns / 1e9
-    # a shared file system may show what was written a minute late
+    # a shared file system may show writes a minute late
     if facts.told_every_s is not None and silent_s > STUCK_S + 3.0 * facts.told_every_s:
         return True
     return facts.stuck_s > max(STUCK_S, 10.0 / facts.steps_per_s)
 
 
-# --- what a preemption at this moment would lose: an upper bound, or 0 ----------------------------
+# --- work that a preemption now would lose: an upper bound, or 0 ---------------------------------
 
 _HAS_PROCESSES = frozenset(
     {JobState.RUNNING, JobState.SUSPENDED, JobState.STOPPED, JobState.RESIZING}
@@ -197,12 +197,12 @@ _HAS_PROCESSES = frozenset(
 
 @dataclass(frozen=True)
 class WorkAtRisk:
-    """What would be lost.
+    """Work that would be lost.
 
     Attributes:
-        why: the fact that it rests on, in a few words.
-        steps: at most so many; None where steps are not told.
-        seconds: at most the work of so long; None where not even that is known.
+        why: the reason, in a few words.
+        steps: upper bound; None if steps are not reported.
+        seconds: upper bound of the work's time; None if even that is unknown.
     """
 
     why: str
@@ -217,11 +217,11 @@ class WorkAtRisk:
 def loss_now(
     job: Job, facts: RunFacts, policy: SitePolicy | None, *, now_epoch_s: float
 ) -> WorkAtRisk | None:
-    """What a preemption now would cost; None for a job that has nothing to lose: it waits, or has
-    ended.
+    """Estimate the cost of a preemption now; None for a job that waits or has ended, with nothing
+    to lose.
 
     Args:
-        policy: the site's, for this job; None when it could not be asked.
+        policy: the site's for this job; None if it could not be asked.
     """
     if job.state not in _HAS_PROCESSES:
         return None
@@ -240,7 +240,7 @@ def loss_now(
         return WorkAtRisk("how long a save takes is not known yet", unsaved.steps, unsaved.seconds)
     left_s = policy.time_left(StopReason.PREEMPTED).seconds
     if policy.action is PreemptAction.NEVER:
-        left_s = policy.kill_after_s  # an operator may stop it: the least that any stop leaves
+        left_s = policy.kill_after_s  # an operator's stop leaves least
     needs_s = _step_s(facts) + SAFETY * facts.save_s
     if needs_s <= left_s:
         return WorkAtRisk(f"a save takes {facts.save_s:.1f} s, and has {left_s:.0f} s", 0, 0.0)
@@ -249,8 +249,8 @@ def loss_now(
 
 
 def unsaved_steps(facts: RunFacts, *, now_epoch_s: float) -> int | None:
-    """Steps since the newest durable checkpoint, those included that were made since the rank last
-    told; None where steps or checkpoints are not told."""
+    """Estimate the steps since the newest durable checkpoint, including those since the rank's
+    last report; None if steps or checkpoints are not reported."""
     base = facts.commit or facts.began
     if base is None or facts.step is None or facts.step_epoch_ns is None:
         return None
@@ -266,7 +266,7 @@ def _unsaved(job: Job, facts: RunFacts, *, now_epoch_s: float) -> WorkAtRisk:
         why = "since the last commit" if facts.commit else "nothing is committed yet"
     else:
         why = "all since its start, but for what it saves itself"
-    # a checkpoint of an earlier attempt: what was computed before this one's start is not at stake
+    # with only an earlier attempt's checkpoint, work before this attempt is not at stake
     begins_s = max((s for s in (since_ns and since_ns / 1e9, start_s) if s), default=None)
     seconds = None if begins_s is None else max(0.0, now_epoch_s - begins_s)
     steps = unsaved_steps(facts, now_epoch_s=now_epoch_s) if facts.has_run else None
@@ -274,7 +274,7 @@ def _unsaved(job: Job, facts: RunFacts, *, now_epoch_s: float) -> WorkAtRisk:
 
 
 def _step_s(facts: RunFacts) -> float:
-    """How long it may take to the next safe point."""
+    """Bound the time to the next safe point."""
     if facts.steps_per_s:
         return max(1.0 / facts.steps_per_s, facts.stuck_s)
     return facts.stuck_s if facts.stuck_s or facts.steps_per_s is None else math.inf

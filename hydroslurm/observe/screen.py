@@ -1,4 +1,4 @@
-"""What ``top`` shows in a terminal of a given size. Pure."""
+"""The screen of ``top`` for a terminal of a given size. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hydroslurm.observe.watcher import View
 
 KEYS = "q quit   j k scroll   space page"
 _AROUND = 4
-"""Lines that are no jobs: summary, Slurm's answer, head, keys."""
+"""Lines besides jobs: summary, Slurm's answer, head, keys."""
 
 
 def page_rows(height: int) -> int:
-    """How many jobs fit."""
+    """Return how many jobs fit."""
     return max(1, height - _AROUND)
 
 
@@ -31,21 +31,21 @@ def screen(
     now_epoch_s: float,
     overdue: bool = False,
 ) -> Group:
-    """Exactly so many lines at the most, none wider than the terminal.
+    """Return at most ``height`` lines, none wider than the terminal.
 
     Args:
-        first: number of the row at the top.
-        overdue: Slurm has been asked, and is long in answering.
+        first: number of the top row.
+        overdue: Slurm has been asked, and its answer is late.
     """
     if view is None:
         message = "asking Slurm ..." if not overdue else "Slurm has not answered yet"
         return Group(_line(message, width))
     rows = view.rows[first : first + page_rows(height)]
     head, lines = layout(rows, width)
-    told, loud = _answer(view, now_epoch_s, overdue)
+    answer, loud = _answer(view, now_epoch_s, overdue)
     parts = [
         _line(summary(view), width, "bold"),
-        _line(told, width, "bold red" if loud else "dim"),
+        _line(answer, width, "bold red" if loud else "dim"),
         _line(head, width, "reverse"),
         *(_line(text, width, style(row)) for text, row in zip(lines, rows, strict=True)),
     ]
@@ -56,7 +56,7 @@ def screen(
 
 
 def summary(view: View) -> str:
-    """How many jobs in which state, in one line."""
+    """Count the jobs in each state, in one line."""
     counts = Counter(row.state.lower() for row in view.rows)
     listed = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     moment = time.strftime("%H:%M:%S", time.localtime(view.epoch_s))
@@ -64,7 +64,7 @@ def summary(view: View) -> str:
 
 
 def _answer(view: View, now_epoch_s: float, overdue: bool) -> tuple[str, bool]:
-    """The second line, and whether it is bad news."""
+    """Return the second line, and whether it is bad news."""
     if view.error is not None:
         since = "never" if view.answered_epoch_s is None else _ago(view, now_epoch_s)
         return f"Slurm does not answer (last answer: {since}): {clean(view.error)}", True

@@ -1,4 +1,4 @@
-"""Lines of ``top``: cells, and columns that fit a width. Pure."""
+"""Lines of ``top``: cells and columns, fitted to a width. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Column:
     """One column.
 
     Attributes:
-        rank: the higher, the sooner it is left out where there is no room; up to 9 fit into 80.
-        least: cells that it has at least; only ``name`` gives cells up.
-        right: numbers end in one column.
+        rank: higher ones are dropped first if there is no room; up to 9 fit into 80.
+        least: minimum width; only ``name`` shrinks.
+        right: flush right, for numbers.
     """
 
     title: str
@@ -32,7 +32,7 @@ class Column:
 
 
 def duration(seconds: float | None) -> str:
-    """In at most five characters: ``42s 12m 3h05 2d03h 45d``."""
+    """Format in at most five characters: ``42s 12m 3h05 2d03h 45d``."""
     if seconds is None:
         return NOTHING
     whole = int(seconds)
@@ -47,7 +47,7 @@ def duration(seconds: float | None) -> str:
 
 
 def rate(steps_per_s: float | None) -> str:
-    """Three digits that count."""
+    """Format with three significant digits."""
     if steps_per_s is None:
         return NOTHING
     if steps_per_s >= 100:
@@ -56,7 +56,7 @@ def rate(steps_per_s: float | None) -> str:
 
 
 def lost(loss: WorkAtRisk | None) -> str:
-    """``0``, ``≤42 st`` (steps), ``≤3h05``, or ``?``."""
+    """Format as ``0``, ``≤42 st`` (steps), ``≤3h05``, or ``?``."""
     if loss is None:
         return NOTHING
     if loss.is_nothing:
@@ -71,7 +71,7 @@ def _parked(row: Row) -> str:
 
 
 def _size(row: Row) -> str:
-    """Members now, wanted and at most: ``3/4/8``."""
+    """Format members now, wanted and at most: ``3/4/8``."""
     return NOTHING if row.size is None else "/".join(map(str, row.size))
 
 
@@ -87,7 +87,7 @@ COLUMNS = (
     Column("STATE", lambda row: row.state, 1, 9),
     Column("PARK", _parked, 3, 4, right=True),
     Column("SIZE", _size, 3, 4, right=True),
-    Column("SLOW", lambda row: next((one.cell for one in row.facts.slow), NOTHING), 2, right=True),
+    Column("SLOW", lambda row: next((r.cell for r in row.facts.slow), NOTHING), 2, right=True),
     Column("STEP", lambda row: _number(row.step), 4, 5, right=True),
     Column("STEP/S", lambda row: rate(row.steps_per_s), 7, right=True),
     Column("SAVED", lambda row: _number(row.commit_step), 10, right=True),
@@ -101,12 +101,12 @@ COLUMNS = (
 _WIDEST = {"NAME": 30, "USER": 12, "PARTITION": 14, "STATE": 10, "WHY": 70}
 _SHORTEST = {"NAME": 6, "WHY": 20}
 _NAME_CELLS = 12
-"""For so much of a name the columns that only complete the picture stand back, and no others."""
+"""The name gets this much before the least important columns appear."""
 _CORE_RANK = 9
 
 
 def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
-    """The head, and one line per row, none wider than ``width`` cells."""
+    """Return the head, and one line per row, none wider than ``width`` cells."""
     cells = {column.title: [column.cell(row) for row in rows] for column in COLUMNS}
     wide = {c.title: _natural(c, cells[c.title]) for c in COLUMNS}
     narrow = {title: min(n, _SHORTEST.get(title, n)) for title, n in wide.items()}
@@ -134,7 +134,7 @@ def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
 
 
 def style(row: Row) -> str:
-    """For rich: what is urgent is seen, without a colour too."""
+    """Return rich's style: urgent rows stand out, even without colour."""
     if row.job.state in LOUD or row.stuck:
         return "bold red"
     if row.is_over:

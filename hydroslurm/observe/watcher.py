@@ -19,22 +19,22 @@ from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.slurm.values import Job
 
 RANKS_EACH_TIME = 4000
-"""So many statuses are a fifth of a second's work; of a view that comes again soon, the ranks that
-are left can wait for the next."""
+"""Statuses read in about 0.2 s; if the view refreshes soon, the remaining ranks can wait for the
+next refresh."""
 FORGOTTEN_FOR_S = 300.0
-"""How long a job is still shown that Slurm has forgotten while we looked elsewhere."""
+"""How long a job stays visible if Slurm has forgotten it while we looked elsewhere."""
 
 
 @dataclass(frozen=True)
 class View:
-    """All jobs as of one moment.
+    """All jobs at one moment.
 
     Attributes:
         jobs: in Slurm's order.
         epoch_s: when it was made.
-        answered_epoch_s: when Slurm last answered; None before it ever did.
-        error: why it did not answer this time, in words.
-        missing: ids that were asked for, and of which Slurm knows nothing.
+        answered_epoch_s: Slurm's last answer; None before the first.
+        error: why Slurm did not answer this time, in words.
+        missing: requested ids that Slurm does not know.
     """
 
     jobs: tuple[Row, ...]
@@ -45,7 +45,7 @@ class View:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """What needs attention first."""
+        """Rows by urgency."""
         return tuple(sorted(self.jobs, key=Row.attention))
 
 
@@ -58,15 +58,15 @@ class _Seen:
 
 
 class Watcher:
-    """Looks at jobs; for one thread at a time.
+    """Looks at jobs; only one thread at a time may use it.
 
     Args:
-        user: only this user's; None: everybody's.
+        user: only this user's; None: all users'.
         partition: only this one's.
         ids: only these jobs, and the tasks of these arrays.
-        policies: how the site preempts, which is asked once, at the first look; False leaves that
-            out, and what would be lost is then not known to be nothing.
-        ranks_each_time: at most so many statuses are read in one look, those of all jobs in turn.
+        policies: ask once, at the first look, how the site preempts; if False, the possible loss
+            is unknown.
+        ranks_each_time: maximum number of rank statuses read per refresh; jobs take turns.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Watcher:
 
     @without_gc()
     def look(self) -> View:
-        """Ask Slurm, read what is new in the run folders. Slurm's absence is told in the view.
+        """Ask Slurm, and read what is new in the run folders. The view says if Slurm is absent.
 
         Raises:
             SlurmMissing: there is no Slurm here.
@@ -125,16 +125,16 @@ class Watcher:
             if seen is None or seen.run.runs != runs:
                 self._seen[job.id] = _Seen(job, FollowedJob(runs))
                 continue
-            # the last lines of a job that has just ended are still to be read
+            # the last lines of a job that just ended remain to be read
             seen.settled = seen.job.state is job.state and _is_still(job)
             seen.job, seen.forgotten_epoch_s = job, None
-        there = {job.id for job in jobs}
-        for job_id in self._seen.keys() - there:
+        listed = {job.id for job in jobs}
+        for job_id in self._seen.keys() - listed:
             self._forget(job_id, now_epoch_s)
 
     def _forget(self, job_id: JobId, now_epoch_s: float) -> None:
-        """Slurm does not name it any more: it has ended. One that we saw end is let go; another
-        stays a while, so that nobody has to ask Slurm what became of it."""
+        """Drop a job that Slurm no longer lists: it has ended. Drop it at once if we saw it end;
+        otherwise show it for a while, so that nobody has to ask Slurm what became of it."""
         seen = self._seen[job_id]
         if seen.forgotten_epoch_s is None:
             seen.forgotten_epoch_s = now_epoch_s
@@ -144,8 +144,8 @@ class Watcher:
             del self._seen[job_id]
 
     def _read(self) -> None:
-        """Another job comes first each time, so that a budget that is too small reaches all."""
-        wanted = [one.run for one in self._seen.values() if not one.settled]
+        """Start with another job each time, so that a small budget reaches all."""
+        wanted = [seen.run for seen in self._seen.values() if not seen.settled]
         if not wanted:
             return
         first = self._turn % len(wanted)
@@ -167,12 +167,12 @@ class Watcher:
             )
             for seen in self._seen.values()
         )
-        known = [one.job for one in self._seen.values()]
-        unknown = (one for one in self._ids if not any(job.is_named(one) for job in known))
+        known = [seen.job for seen in self._seen.values()]
+        unknown = (i for i in self._ids if not any(job.is_named(i) for job in known))
         missing = tuple(unknown) if error is None else ()
         return View(jobs, now_epoch_s, self._answered_epoch_s, error, missing)
 
 
 def _is_still(job: Job) -> bool:
-    """Whether nothing of it writes."""
+    """Whether none of its processes write."""
     return job.state.has_ended or job.state.is_waiting

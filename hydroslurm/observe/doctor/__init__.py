@@ -1,4 +1,4 @@
-"""What this site does to a job, in plain words, and which line of which file would change it.
+"""Site diagnosis: what happens to a job here, in plain words, and which setting would change it.
 
 :func:`hydroslurm.observe.doctor.gather.gather` asks Slurm for the facts;
 :func:`hydroslurm.observe.doctor.findings.diagnose` turns them into findings.

@@ -1,4 +1,4 @@
-"""The facts that a diagnosis is based on, and the findings in it: frozen values."""
+"""Facts for a diagnosis, and its findings: frozen values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class VacateFacts:
     """The slowest vacate of a run.
 
     Attributes:
-        device_bytes: that a rank has moved.
+        device_bytes: moved by a rank.
         source: where the figures come from, in words.
     """
 
@@ -93,8 +93,8 @@ class Facts:
     @property
     def tasks(self) -> int:
         """Number of tasks, according to Slurm and the script."""
-        told = self.job.n_tasks if self.job else None
-        return max(told or 1, self.script.tasks if self.script else 1)
+        n_tasks = self.job.n_tasks if self.job else None
+        return max(n_tasks or 1, self.script.tasks if self.script else 1)
 
     @property
     def memory_per_node_bytes(self) -> int | None:
@@ -126,7 +126,7 @@ class Facts:
         reasons = [StopReason.PREEMPTED] if self.is_preempted_to_stop else []
         reasons += [StopReason.TIME_LIMIT] if self.has_time_limit else []
         reasons += [StopReason.REQUEUED, StopReason.CANCELLED, StopReason.NODE_FAILING]
-        return tuple((each, self.policy.time_left(each, warning_s=warning_s)) for each in reasons)
+        return tuple((r, self.policy.time_left(r, warning_s=warning_s)) for r in reasons)
 
 
 class Severity(str, Enum):

@@ -16,17 +16,17 @@ from hydroslurm.observe.doctor.facts import Facts, Finding, Saver, Severity
 from hydroslurm.slurm.policy import PreemptAction, StopReason
 
 VERSION = 1
-"""Raised when a field is removed or changes its meaning; fields may be added at any time."""
+"""Raised when a field is removed or changes meaning; adding fields is always allowed."""
 
 COMFORT = 2.0
-"""A save is safe if it takes at most the time left divided by this: the current step has to finish
-first, and a busy file system is slower than the one that was measured."""
+"""A save is safe if it takes at most the time left divided by this: the current step must finish
+first, and a busy file system is slower than when measured."""
 
 _WANTED = "the state must be saved and committed within"
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """The findings on these facts, in the order of the report."""
+    """Return the findings on these facts, in the order of the report."""
     checks: tuple[Callable[[Facts], Finding | None], ...] = (
         _preemption,
         _save_fits,
@@ -61,8 +61,8 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         risks.signal_instead_of_term,
         risks.something_unknown,
     )
-    found = (check(facts) for check in checks)
-    return tuple(finding for finding in found if finding is not None)
+    results = (check(facts) for check in checks)
+    return tuple(finding for finding in results if finding is not None)
 
 
 def work_would_be_lost(findings: tuple[Finding, ...]) -> bool:
@@ -71,7 +71,7 @@ def work_would_be_lost(findings: tuple[Finding, ...]) -> bool:
 
 
 def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
-    """Plain values for JSON; an unlimited time is null."""
+    """Return plain values for JSON; an unlimited time is null."""
     policy = facts.policy
     return {
         "version": VERSION,
@@ -101,7 +101,7 @@ def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
         ],
         "saver": facts.saver.value,
         "save": asdict(facts.save) if facts.save else None,
-        "findings": [{**asdict(each), "severity": each.severity.value} for each in findings],
+        "findings": [{**asdict(f), "severity": f.severity.value} for f in findings],
         "work_would_be_lost": work_would_be_lost(findings),
     }
 
@@ -214,7 +214,7 @@ def _cadence(facts: Facts) -> Finding | None:
 
 
 def save_fix(facts: Facts) -> str:
-    """The settings that give a save the time it needs."""
+    """Return the settings that give a save the time it needs."""
     assert facts.save is not None
     wanted_s = max(30, math.ceil(facts.save.save_s * COMFORT) + 1)
     lines = [f"slurm.conf: KillWait={wanted_s}"]

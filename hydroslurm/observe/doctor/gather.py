@@ -34,18 +34,17 @@ def gather(
     script: ScriptOptions | None = None,
     run: Path | None = None,
 ) -> Facts:
-    """Collect what Slurm and a run folder tell about one job, or about a partition for a planned
-    one.
+    """Collect what Slurm and a run folder say about a job, or about a partition for a planned one.
 
     Args:
         partition: "" for the default one; not together with a job.
-        script: of a planned job; that of an existing one comes from Slurm, if it may be read.
+        script: of a planned job; an existing job's comes from Slurm, if readable.
         run: the run folder; None if unknown.
 
     Raises:
         SlurmError: Slurm did not answer.
-        UsageError: there is no such partition, a job is given together with what it has itself, or
-            the id means all elements of an array.
+        UsageError: the partition is unknown, a job is combined with what it has itself, or the id
+            means all elements of an array.
     """
     if job_id is not None and script is not None:
         raise UsageError("give either a job or --script: a job has its own")
@@ -74,7 +73,7 @@ def gather(
 
 
 def slowest_vacate(run: Path | None) -> VacateFacts | None:
-    """How quickly the ranks of a run have vacated, the slowest of them; None if none has."""
+    """Return the slowest vacate among a run's ranks; None if none has vacated."""
     moves: list[tuple[float, int]] = []
     try:
         for path in RunDir(run).rank_event_files().values() if run is not None else ():
@@ -95,33 +94,33 @@ def slowest_vacate(run: Path | None) -> VacateFacts | None:
 
 
 def saver_of(job: Job, run: Path | None = None) -> Saver:
-    """What would save at a stop, according to the events in the job's run folder.
+    """Return what would save at a stop, according to the events in the job's run folder.
 
-    A Run of an earlier attempt counts, because this one may not have reached it yet; a Run of
-    another job in the same folder does not.
+    A Run of an earlier attempt counts, since this one may not have reached it yet; a Run of another
+    job in the same folder does not.
     """
     folders = run_dirs_of(job) if run is None else (RunDir(run),)
     wanted = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN, EventKind.INSTALLED)
-    told: set[tuple[EventKind, int]] = set()
+    seen: set[tuple[EventKind, int]] = set()
     try:
-        for path in (file for one in folders for file in one.rank_event_files().values()):
+        for path in (file for folder in folders for file in folder.rank_event_files().values()):
             events = read_events(path, kinds=wanted)
-            told |= {(one.kind, one.restart_count) for one in events if one.job_id == job.job_id}
+            seen |= {(e.kind, e.restart_count) for e in events if e.job_id == job.job_id}
     except OSError:
         return Saver.UNKNOWN
-    kinds = {kind for kind, _ in told}
+    kinds = {kind for kind, _ in seen}
     if EventKind.ATTEMPT_BEGAN in kinds:
         return Saver.RUN
     if EventKind.STOPS_TAKEN in kinds:
         return Saver.TWO_CALLS
     if job.state not in (JobState.RUNNING, JobState.SUSPENDED):
         return Saver.UNKNOWN
-    here = any(restart_count == job.restart_count for _, restart_count in told)
+    here = any(restart_count == job.restart_count for _, restart_count in seen)
     return Saver.NO_RUN if here else Saver.NOBODY
 
 
 def why_no_munge(environ: Mapping[str, str]) -> str:
-    """Why ranks on this machine get no key from MUNGE; empty if they do."""
+    """Explain why ranks on this machine get no key from MUNGE; empty if they do."""
     try:
         Munge(socket_of(environ)).encode(b"")
     except MungeError as error:
@@ -130,8 +129,8 @@ def why_no_munge(environ: Mapping[str, str]) -> str:
 
 
 def why_untrusted(run: Path | None, *, shared: bool) -> str:
-    """Why a run folder is not trusted; empty if it is. ``shared``: by the rules for jobs, which
-    allow shared parent folders."""
+    """Explain why a run folder is not trusted; empty if it is. ``shared``: by the rules for jobs,
+    which allow shared parent folders."""
     try:
         if run is not None:
             check_trusted(run, what="the run folder", shared=shared)
@@ -155,9 +154,9 @@ def read_file(path: Path) -> ScriptOptions:
 
 
 def last_save(run: Path) -> SaveFacts | None:
-    """How long the newest committed checkpoint of a run took to save; None if there is none.
+    """Return how long a run's newest committed checkpoint took to save; None without one.
 
-    Manifests that cannot be read are skipped: `hydroslurm checkpoint verify` reports them.
+    Skips unreadable manifests: `hydroslurm checkpoint verify` reports them.
     """
     folders = sorted(RunDir(run).checkpoints.glob("step-*/manifest.json"), reverse=True)
     for path in folders:
@@ -178,5 +177,5 @@ def _script_of(client: SlurmClient, job: Job) -> ScriptOptions | None:
     text = None if job.is_batch is False else client.batch_script(job)
     if text is None:
         return None
-    known = [one for one in requested_warnings(client, job, {}) if one.signal]
+    known = [warning for warning in requested_warnings(client, job, {}) if warning.signal]
     return replace(read_script(text), warning=known[0] if known else None)

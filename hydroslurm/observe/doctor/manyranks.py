@@ -1,4 +1,4 @@
-"""What may go wrong with jobs of several ranks, each with the setting that prevents it. Pure."""
+"""Risks of jobs with several ranks, each with the setting that prevents it. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ AGENT_FIX = "srun --ntasks-per-node=1 --kill-on-bad-exit=1 hydroslurm agent -- T
 
 
 def launcher_is_a_task(facts: Facts) -> Finding | None:
-    """Signals that reach all processes reach torchrun too; ``risks.ranks_out_of_reach`` is about
-    those that do not."""
+    """Signals to all processes also reach torchrun; ``risks.ranks_out_of_reach`` is about those
+    that do not."""
     launcher = facts.script.launcher if facts.script else ""
     if not launcher or not facts.config.signals_children:
         return None
@@ -74,7 +74,7 @@ def failure_looks_like_a_stop(facts: Facts) -> Finding | None:
 
 
 def port_of_an_earlier_attempt(facts: Facts) -> Finding | None:
-    """A rendezvous port that is the same in every attempt of a job."""
+    """A rendezvous port that stays the same in every attempt."""
     script = facts.script
     if script is None or not script.fixed_port or not facts.policy.may_requeue:
         return None

@@ -1,4 +1,4 @@
-"""What may go wrong, each with the setting that would prevent it. Pure; see ``findings``."""
+"""Risks, each with the setting that prevents it. Pure; see ``findings``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydroslurm.vacate.policy import fitting_bytes, gb
 
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"
 USUAL_REQUEUES = 5
-"""MaxBatchRequeue, unless it is set."""
+"""Default of MaxBatchRequeue."""
 PATIENT_WAIT_S = 10
 """A shorter wait before a restart is not worth mentioning."""
 MEMORY_USED = 0.9
@@ -62,8 +62,8 @@ def no_requeue(facts: Facts) -> Finding | None:
 
 
 def expedited_is_held(facts: Facts) -> Finding | None:
-    """Seen on 25.11.7: a batch script that exits with 1 or 75 leaves the job in REQUEUE_HOLD; after
-    scontrol requeue the status does not count, and the job runs again at once."""
+    """Seen on 25.11.7: a batch script's exit with 1 or 75 leaves the job in REQUEUE_HOLD; after
+    scontrol requeue the status is ignored, and the job runs again at once."""
     if facts.script is None or not facts.script.is_expedited:
         return None
     if not facts.config.allows_expedited:
@@ -84,8 +84,8 @@ def expedited_is_held(facts: Facts) -> Finding | None:
 
 
 def few_requeues(facts: Facts) -> Finding | None:
-    """Seen on 24.11.5 and 26.05.5 with 1 and 2: RequeueExit and scontrol requeue count for nothing,
-    an exit inside the grace of a preemption does."""
+    """Seen on 24.11.5 and 26.05.5 with 1 and 2: RequeueExit and scontrol requeue do not count; an
+    exit within the grace of a preemption does."""
     most = facts.config.most_requeues
     if not facts.policy.may_requeue or most >= USUAL_REQUEUES:
         return None
@@ -115,7 +115,7 @@ def memory_shrinks(facts: Facts) -> Finding | None:
 
 
 def no_warning(facts: Facts) -> Finding | None:
-    """Without --signal the time limit is SIGTERM, and SIGKILL after KillWait."""
+    """Without --signal the time limit means SIGTERM, then SIGKILL after KillWait."""
     script = facts.script
     if not facts.has_time_limit or (facts.job is not None and facts.job.is_batch is False):
         return None
@@ -211,7 +211,7 @@ def stopped_while_paused(facts: Facts) -> Finding | None:
 
 
 def no_memory_for_copies(facts: Facts) -> Finding | None:
-    """Assumes that host memory holds the state too, as on CPUs; with GPUs there is more room."""
+    """Assumes that the state is also in host memory, as on CPUs; GPUs leave more room."""
     has_bytes, save = facts.memory_per_node_bytes, facts.save
     if has_bytes is None or save is None or save.state_bytes is None or facts.job is None:
         return None
@@ -297,7 +297,7 @@ def run_folder(facts: Facts) -> Finding | None:
 
 
 def vacates_in_time(facts: Facts) -> Finding | None:
-    """How much device memory fits between SIGTSTP and SIGSTOP: for jobs that have devices, or whose
+    """How much device memory fits between SIGTSTP and SIGSTOP, for jobs that have devices or whose
     run has vacated."""
     job, measured = facts.job, facts.vacate
     if measured is None and (job is None or not job.gres):
@@ -324,17 +324,17 @@ def vacates_in_time(facts: Facts) -> Finding | None:
 
 
 def _host_memory(facts: Facts) -> str:
-    """What bounds the copy, where Slurm tells."""
-    told = ""
+    """Describe what bounds the copy, if Slurm says so."""
+    text = ""
     if facts.config.get("ConstrainRAMSpace", "").lower() == "no":
-        told = (
+        text = (
             " Slurm does not bound this job's memory (cgroup.conf: ConstrainRAMSpace=no): the copy "
             "may take what the job that gets the GPU needs on the host."
         )
     measured, asked_bytes = facts.vacate, facts.memory_per_node_bytes
     if measured is not None and asked_bytes is not None and asked_bytes < measured.device_bytes:
-        told += (
+        text += (
             f" The job asks for {gb(asked_bytes)} per node, and a rank's copy alone takes "
             f"{gb(measured.device_bytes)}: it refuses to vacate. Ask for more (--mem)."
         )
-    return told
+    return text

@@ -1,4 +1,4 @@
-"""The options in a batch script, and what it starts. Pure."""
+"""A batch script's options, and the programs it starts. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydroslurm.errors import UsageError
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
 from hydroslurm.slurm.limit_warning import LimitWarning, script_options
 
-# each of these starts the ranks itself, where signals to srun's tasks may not reach them
+# each of these starts the ranks itself, so signals to srun's tasks may not reach them
 _LAUNCHERS = re.compile(
     r"\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)\b"
 )
@@ -31,20 +31,20 @@ _SETTING = re.compile(r"\b((?:TORCH|NCCL|GLOO|SLURM)_[A-Z_]+|keep_alive_\w+)=['\
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOptions:
-    """What ``#SBATCH`` lines and commands say; options on sbatch's command line are unknown.
+    """Contents of ``#SBATCH`` lines and commands; sbatch's command-line options are unknown.
 
     Attributes:
-        warning: what ``--signal`` asks for; None without.
-        signals: HYDROSLURM_SIGNALS, as the script sets it.
-        appends: ``--open-mode=append`` is given.
+        warning: the request in ``--signal``; None without.
+        signals: HYDROSLURM_SIGNALS, as set in the script.
+        appends: whether ``--open-mode=append`` is set.
         launcher: a program between srun and the ranks, such as ``torchrun``; empty for none.
-        has_agent: ``hydroslurm agent`` starts the ranks.
+        has_agent: whether ``hydroslurm agent`` starts the ranks.
         tasks: number of tasks, as far as the script says.
         outlives_ranks: some srun does not end its other tasks when one fails.
-        outlives_nodes: ``--no-kill`` is given: the death of a node is no end of the job.
-        mpi: of ``srun --mpi``: ``pmix`` or ``other``; empty if not given.
-        is_expedited: ``--requeue=expedite`` is given.
-        shrinks_memory: of ``--mem-update`` (26.05), MARGIN@DELAY; empty if not given.
+        outlives_nodes: ``--no-kill`` is set: a node's death does not end the job.
+        mpi: of ``srun --mpi``: ``pmix`` or ``other``; empty if not set.
+        is_expedited: whether ``--requeue=expedite`` is set.
+        shrinks_memory: of ``--mem-update`` (26.05), MARGIN@DELAY; empty if not set.
         fixed_port: port of the ranks' rendezvous if it is a constant; else empty.
         settings: environment variables of torch and NCCL, and the rendezvous' keep-alive.
     """
@@ -65,11 +65,11 @@ class ScriptOptions:
 
     @property
     def saves_at_warning(self) -> bool:
-        """Whether the ranks get the warning, and know it for one: a pause's signals are one near
-        the limit."""
+        """Whether the ranks get the warning and treat it as one; a pause's signal counts as one
+        near the limit."""
         try:
             plan = SignalPlan().with_environment({SIGNALS_ENV: self.signals})
-        except UsageError:  # install() refuses it
+        except UsageError:  # install() rejects it
             plan = SignalPlan()
         known = {*plan.stopping(), plan.user_pause, plan.user_resume}
         warning = self.warning
@@ -77,12 +77,12 @@ class ScriptOptions:
 
 
 def read_script(text: str) -> ScriptOptions:
-    """Read a batch script. Slurm reads its options up to the first command."""
+    """Read a batch script. Slurm reads options up to the first command."""
     options = script_options(text)
     commands = _commands(text)
     settings = dict(_SETTING.findall(commands))
     warning = LimitWarning.parse(options.get("signal", ""))
-    if warning is not None and _BATCH.search(commands):  # which passes signals on
+    if warning is not None and _BATCH.search(commands):  # `batch` forwards signals
         warning = replace(warning, batch_shell_only=False)
     return ScriptOptions(
         warning=warning,
@@ -102,13 +102,13 @@ def read_script(text: str) -> ScriptOptions:
 
 
 def _commands(text: str) -> str:
-    """The lines that are run; continued lines are joined."""
+    """Return the command lines; continued lines are joined."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return "\n".join(lines).replace("\\\n", " ")
 
 
 def _tasks(options: Mapping[str, str]) -> int:
-    """``--nodes=2-4`` counts as 2."""
+    """Return the number of tasks; ``--nodes=2-4`` counts as 2."""
     counts = {
         name: int(match[0])
         for name in ("ntasks", "nodes", "ntasks-per-node")
