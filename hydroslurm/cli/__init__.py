@@ -1,6 +1,6 @@
-"""``hydroslurm VERB``: verbs of one kind share a file; the only package that prints and exits.
+"""``hydroslurm VERB``: related verbs share a file; only this package prints and exits.
 
-A verb's module imports typer and nothing heavy at its top, so that ``--help`` answers at once.
+A verb's module imports nothing heavier than typer at its top, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _BY_TASK: dict[str, dict[str, Any]] = {
         "schema": spec.schema,
     },
 }  # fmt: skip
-"""The verbs as help shows them; --help leaves out the last group, and names at most 20."""
+"""The verbs in the order of help; --help omits the last group, and names at most 20."""
 
 _MEANT = {
     "abort": "cancel", "continue": "resume", "delete": "cancel", "end": "cancel",
@@ -71,7 +71,7 @@ _MEANT = {
     "suspend": "pause", "tail": "logs", "unpause": "resume", "version": "--version",
     "watch": "top, or logs -f",
 }  # fmt: skip
-"""Other tools' words -> ours."""
+"""Other tools' verbs -> ours."""
 
 
 class _Verb(TyperCommand):
@@ -84,7 +84,7 @@ class _Verb(TyperCommand):
 
 
 class _Verbs(TyperGroup):
-    """Lists the verbs by task, and knows what another tool's verb means here."""
+    """Lists the verbs by task, and knows ours for another tool's verb."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as click calls it
         self.format_groups(formatter, [title for title in _BY_TASK if title != "More"])
@@ -119,7 +119,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # boxes and colours would take half the time of --help
+    rich_markup_mode=None,  # boxes and colours would double the time of --help
 )
 
 
@@ -144,7 +144,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Not shown: the app has a help of its own."""
+    """Not shown: the app has its own help."""
 
 
 for _verbs in _BY_TASK.values():
@@ -175,7 +175,7 @@ def main() -> None:
     """Run the command line; our own errors become one line on stderr and exit status 1, wrong
     options one line and exit status 2."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files may be bytes of any kind
+        if isinstance(stream, io.TextIOWrapper):  # file names may contain any bytes
             stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(typer.main.get_command(app).main(standalone_mode=False) or 0)
@@ -188,7 +188,7 @@ def main() -> None:
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(141)
-    except UnicodeEncodeError as error:  # a name of other bytes, where only text can stand
+    except UnicodeEncodeError as error:  # a name with undecodable bytes where text is needed
         odd = error.object[: error.end].split()[-1]
         print(f"hydroslurm: {clean(odd)} is not UTF-8, and has to be", file=sys.stderr)
         sys.exit(1)
@@ -202,8 +202,7 @@ def main() -> None:
 
 
 def _misuse(error: Any) -> str:
-    """What is wrong with the words of a command line, and where to read on; the help where there
-    are none."""
+    """Say what is wrong with a command line, and where to read on; return the help if empty."""
     message, context = str(error.format_message()), getattr(error, "ctx", None)
     if message.startswith("Usage:"):
         return message

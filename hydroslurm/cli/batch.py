@@ -1,4 +1,4 @@
-"""``hydroslurm batch | template``: what a batch script runs, and batch scripts to begin with."""
+"""``hydroslurm batch | template``: what a batch script runs, and batch scripts to start from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import typer
 from hydroslurm.cli.shared import ScriptArguments, echo_table
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
-"""A link to sbatch/ in a checkout, its files in a wheel."""
+"""A link to sbatch/ in a checkout; in a wheel, the files."""
 EXAMPLES = TEMPLATES.with_name("examples")
-"""As TEMPLATES."""
+"""Like TEMPLATES."""
 _COMMAND = re.compile(r'examples/\w+\.py "\$@"$', re.MULTILINE)
 _NAME = re.compile(r"^(#SBATCH --(?:job-name|output)=).*?(-%j\.out)?$", re.MULTILINE)
 
@@ -79,13 +79,13 @@ def template(
     """
     from hydroslurm.errors import UsageError
 
-    shipped = [one for one in TEMPLATES.iterdir() if one.is_file() and one.suffix not in _NOT]
+    shipped = [path for path in TEMPLATES.iterdir() if path.is_file() and path.suffix not in _NOT]
     examples = [*EXAMPLES.glob("train*.py"), *EXAMPLES.glob("*.yaml")]
     files = {path.name: path for path in (*sorted(shipped), *sorted(examples))}
     if name is None:
         echo_table((file, _about(path)) for file, path in files.items())
         return
-    wanted = next((one for one in (name, f"{name}.sbatch", f"{name}.conf") if one in files), None)
+    wanted = next((n for n in (name, f"{name}.sbatch", f"{name}.conf") if n in files), None)
     if wanted is None:
         raise UsageError(f"there is no template {name!r}; there are {', '.join(files)}")
     path = files[wanted]
@@ -104,7 +104,7 @@ _NOT = (".md", ".py")
 
 
 def _about(path: Path) -> str:
-    """The first sentence of a template's first comment, on one line."""
+    """Return the first sentence of a template's first comment, on one line."""
     lines = path.read_text().splitlines()
     first = next(n for n, line in enumerate(lines) if not line.startswith("#!"))
     words = " ".join(line.lstrip('#- "') for line in lines[first : first + 3])
@@ -112,7 +112,7 @@ def _about(path: Path) -> str:
 
 
 def _for_script(text: str, script: str, arguments: list[str]) -> str:
-    """A batch script with this script and this environment in the place of the example's."""
+    """Put this script and this environment into a batch script, in place of the example's."""
     command = shlex.join([script, *arguments]) + ' "$@"'
     text = _COMMAND.sub(lambda _: command, text)
     stem = re.sub(r"[^\w.-]", "_", Path(script).stem)

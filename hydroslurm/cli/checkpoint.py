@@ -1,5 +1,4 @@
-"""``hydroslurm checkpoint ls|verify|export``: what a run has saved, and whether it can be
-loaded."""
+"""``hydroslurm checkpoint ls|verify|export``: list, check and export a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def export(where: Where, out: Out, only: Only = None) -> None:
     if names is None:
         chosen = newest_good(store)
     else:
-        chosen = next((one for one in store.committed() if one.path.name in names), None)
+        chosen = next((c for c in store.committed() if c.path.name in names), None)
     if chosen is None:
         raise CheckpointMissing(f"{where} has no committed checkpoint to export")
     write_file(chosen, out, only=only)
@@ -115,7 +114,7 @@ def export(where: Where, out: Out, only: Only = None) -> None:
 
 
 def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
-    """The store, and the name of the one checkpoint that is meant; None for all."""
+    """Return the store, and the name of the one requested checkpoint; None for all."""
     from hydroslurm.checkpoint.storage import AnyonesStorage, Storage
     from hydroslurm.checkpoint.store import CheckpointStore
     from hydroslurm.core.rundir import RunDir
@@ -128,16 +127,16 @@ def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
     run = RunDir(where)
     _require_run(run)
     folder = run.checkpoints if run.checkpoints.is_dir() else where
-    # in our own run, a stranger's checkpoint is shown as untrusted and is never the newest
+    # in our own run, another user's checkpoint is shown as untrusted and is never the newest
     storage = Storage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
     return CheckpointStore(folder, storage=storage), None
 
 
 def _require_run(run: RunDir) -> None:
-    """For a folder that is not a run, "no checkpoints" would be true but no help.
+    """Reject a folder that is not a run: "no checkpoints" would be true, but no help.
 
     Raises:
-        CheckpointMissing: the folder holds nothing of a run.
+        CheckpointMissing: nothing of a run is in the folder.
     """
 
     parts = (run.events, run.claim_json, run.submission_json, run.checkpoints)
@@ -163,31 +162,31 @@ def _require_run(run: RunDir) -> None:
 def _rows(
     store: CheckpointStore, names: frozenset[str] | None, *, verify: bool
 ) -> list[dict[str, Any]]:
-    wanted = (one for one in store.look() if names is None or one.path.name in names)
-    return [_row(store, one, verify=verify) for one in wanted]
+    wanted = (c for c in store.look() if names is None or c.path.name in names)
+    return [_row(store, c, verify=verify) for c in wanted]
 
 
-def _row(store: CheckpointStore, one: Checkpoint | Problem, *, verify: bool) -> dict[str, Any]:
+def _row(store: CheckpointStore, entry: Checkpoint | Problem, *, verify: bool) -> dict[str, Any]:
     from hydroslurm.checkpoint.manifest import Problem
 
-    if isinstance(one, Problem):
-        return {"path": str(one.path), "step": one.key[0], **_verdict(one.error)}
+    if isinstance(entry, Problem):
+        return {"path": str(entry.path), "step": entry.key[0], **_verdict(entry.error)}
     verdict = {"state": "whole"}
     try:
         if verify:
-            store.verify(one)
+            store.verify(entry)
         else:
-            store.check_sizes(one)
+            store.check_sizes(entry)
     except CheckpointError as error:
         verdict = _verdict(error)
     return {
-        "path": str(one.path),
-        "step": one.step,
-        "epoch": one.epoch,
-        "kind": one.kind,
-        "age_s": round(time.time() - one.manifest.created_epoch_ns / 1e9, 3),
-        "size_bytes": one.manifest.size_bytes,
-        "save_s": one.manifest.save_s,
+        "path": str(entry.path),
+        "step": entry.step,
+        "epoch": entry.epoch,
+        "kind": entry.kind,
+        "age_s": round(time.time() - entry.manifest.created_epoch_ns / 1e9, 3),
+        "size_bytes": entry.manifest.size_bytes,
+        "save_s": entry.manifest.save_s,
         **verdict,
     }
 

@@ -1,4 +1,4 @@
-"""``hydroslurm describe | list``: what jobs were asked for, and what became of them."""
+"""``hydroslurm describe | list``: what jobs should do, and what became of them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def describe(which: Which) -> None:
     from hydroslurm.jobs.control.view import view_of
     from hydroslurm.slurm.client import open_client
 
-    found = view_of(open_client(), which)
-    lines = training_job_lines(found) if found.has_spec else plain_job_lines(found)
+    view = view_of(open_client(), which)
+    lines = training_job_lines(view) if view.has_spec else plain_job_lines(view)
     for line in lines:
         echo(line)
 
@@ -53,65 +53,65 @@ def list_jobs() -> None:
     echo_table([header, *rows])
 
 
-def _row(found: JobView) -> tuple[str, ...]:
-    assert found.slurm is not None
-    condition = found.condition
-    asked = found.submission if found.has_spec else None
-    preemptions, is_least = found.known_preemptions
-    replicas = len(found.rank_files) if asked is None else asked.replicas
+def _row(view: JobView) -> tuple[str, ...]:
+    assert view.slurm is not None
+    condition = view.condition
+    asked = view.submission if view.has_spec else None
+    preemptions, is_least = view.known_preemptions
+    replicas = len(view.rank_files) if asked is None else asked.replicas
     most = "" if asked is None or asked.backoff_limit is None else f"/{asked.backoff_limit}"
     return (
-        str(found.slurm.id),
-        found.name[:30],
+        str(view.slurm.id),
+        view.name[:30],
         condition.type if condition else "-",
-        found.slurm.state.value,
+        view.slurm.state.value,
         str(replicas or "-"),
-        f"{found.restarts}{most}",
+        f"{view.restarts}{most}",
         "-" if preemptions is None else f"{'≥' if is_least else ''}{preemptions}",
         moment(condition.epoch_ns) if condition else "-",
     )
 
 
-def training_job_lines(found: JobView) -> list[str]:
+def training_job_lines(view: JobView) -> list[str]:
     from hydroslurm.jobs.supervisor.attempts import ActiveTime
 
-    job, policy = found.spec, found.spec.run_policy
-    lines = of_slurm(found, job.name)
+    job, policy = view.spec, view.spec.run_policy
+    lines = of_slurm(view, job.name)
     lines += [f"Label:        {clean(f'{key}={text}')}" for key, text in job.labels.items()]
     if job.elastic is not None:
-        lines.append(f"Command:      {_command(found, job.replica_specs[0])}")
-        lines += [*elastic_lines(found.run, found.slurm), *condition_lines(found)]
+        lines.append(f"Command:      {_command(view, job.replica_specs[0])}")
+        lines += [*elastic_lines(view.run, view.slurm), *condition_lines(view)]
         return [line.rstrip() for line in lines]
-    lines += _replica_lines(found)
-    lines.append(f"Restarts:     {found.restarts} of backoffLimit {policy.backoff_limit}")
+    lines += _replica_lines(view)
+    lines.append(f"Restarts:     {view.restarts} of backoffLimit {policy.backoff_limit}")
     most = (
         "" if policy.preemption_limit is None else f" of preemptionLimit {policy.preemption_limit}"
     )
-    lines.append(f"Preemptions:  {found.preemptions}{most}, mode {job.preemption.mode}")
+    lines.append(f"Preemptions:  {view.preemptions}{most}, mode {job.preemption.mode}")
     if policy.active_deadline_seconds is not None:
-        active_s = ActiveTime(found.run.active_json).seconds
+        active_s = ActiveTime(view.run.active_json).seconds
         lines.append(
             f"Active:       {active_s:.0f} s of activeDeadlineSeconds "
             f"{policy.active_deadline_seconds}"
         )
-    lines += [f"Training:     {line}" for line in training_lines(found.seen)]
-    lines += _tensorboard_lines(found)
-    lines += _attempt_lines([_attempt_line(one) for one in found.attempts], _MANY)
-    lines += condition_lines(found)
+    lines += [f"Training:     {line}" for line in training_lines(view.seen)]
+    lines += _tensorboard_lines(view)
+    lines += _attempt_lines([_attempt_line(a) for a in view.attempts], _MANY)
+    lines += condition_lines(view)
     return [line.rstrip() for line in lines]
 
 
-def _replica_lines(found: JobView) -> list[str]:
+def _replica_lines(view: JobView) -> list[str]:
     from hydroslurm.jobs.control.view import replica_states
 
-    states = replica_states(found)
+    states = replica_states(view)
     lines = []
-    for spec in found.spec.replica_specs:
+    for spec in view.spec.replica_specs:
         lines.append(
             f"Replicas:     {spec.replicas} {spec.type}, restartPolicy {spec.restart_policy}"
         )
-        lines.append(f"  Command:    {_command(found, spec)}")
-        names = ", ".join(one.name for one in spec.template.env)
+        lines.append(f"  Command:    {_command(view, spec)}")
+        names = ", ".join(variable.name for variable in spec.template.env)
         if names:
             lines.append(f"  Variables:  {names} (values are not shown)")
         own = {name: state for name, state in states.items() if name.startswith(f"{spec.type}-")}
@@ -122,22 +122,22 @@ def _replica_lines(found: JobView) -> list[str]:
     return lines
 
 
-def _command(found: JobView, spec: ReplicaSpec) -> str:
-    if not found.spec.run_mode.debug.enable:
+def _command(view: JobView, spec: ReplicaSpec) -> str:
+    if not view.spec.run_mode.debug.enable:
         return clean(" ".join((*spec.template.command, *spec.template.args)))
-    tasks = found.plan.tasks if found.plan is not None else ()
+    tasks = view.plan.tasks if view.plan is not None else ()
     argv = next((task.argv for task in tasks if task.replica == f"{spec.type}-0"), ())
     return f"{clean(' '.join(argv))} (debug mode: hydroslurm attach gives a shell)"
 
 
-def _tensorboard_lines(found: JobView) -> list[str]:
-    if found.spec.tensorboard is None:
+def _tensorboard_lines(view: JobView) -> list[str]:
+    if view.spec.tensorboard is None:
         return []
-    if found.is_over:
+    if view.is_over:
         return ["TensorBoard:  ended with the job"]
-    address = found.tensorboard
+    address = view.tensorboard
     if address is None:
-        return [f"TensorBoard:  does not answer now; see {found.run.tensorboard_log}"]
+        return [f"TensorBoard:  does not answer now; see {view.run.tensorboard_log}"]
     lines = [f"TensorBoard:  {address.url} on {address.node}"]
     if address.tunnel is not None:
         lines.append(f"              from elsewhere: {address.tunnel}")
@@ -150,58 +150,58 @@ def _attempt_lines(attempts: list[str], most: int) -> list[str]:
     return [header, *(f"  {line}" for line in attempts[-most:] or ["none yet"])]
 
 
-def _attempt_line(one: Attempt) -> str:
+def _attempt_line(attempt: Attempt) -> str:
     from hydroslurm.jobs.supervisor.exit_policy import format_status
 
-    until = "" if one.ended_epoch_ns is None else f" to {moment(one.ended_epoch_ns)}"
-    how = "no end was recorded" if one.ending is None else one.ending.value
-    decision = one.decision
+    until = "" if attempt.ended_epoch_ns is None else f" to {moment(attempt.ended_epoch_ns)}"
+    how = "no end was recorded" if attempt.ending is None else attempt.ending.value
+    decision = attempt.decision
     replica, failed = (None, None) if decision is None else (decision.replica, decision.status)
     who = "" if replica is None or failed is None else f" by {replica}"
     status = "" if not failed else f", status {format_status(failed)}"
-    return f"{one.number}  {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
+    return f"{attempt.number}  {moment(attempt.began_epoch_ns)}{until}: {how}{who}{status}"
 
 
-def plain_job_lines(found: JobView) -> list[str]:
-    """What describe prints about a job without a spec."""
+def plain_job_lines(view: JobView) -> list[str]:
+    """Return describe's lines for a job without a spec."""
     from hydroslurm.jobs.control.requests import member_of
 
-    slurm = found.slurm
-    lines = of_slurm(found, found.name)
-    if found.run.elastic.is_dir():  # its members have been started by hand
-        return [*lines, *elastic_lines(found.run, found.slurm)]
+    slurm = view.slurm
+    lines = of_slurm(view, view.name)
+    if view.run.elastic.is_dir():  # its members were started by hand
+        return [*lines, *elastic_lines(view.run, view.slurm)]
     if slurm is not None and (member := member_of(slurm)) is not None:
-        return [*lines, *member_lines(*member), *_rank_lines(found)]
-    if found.submission is not None:
-        lines.append(f"Command:      {clean(found.submission.command)}")
+        return [*lines, *member_lines(*member), *_rank_lines(view)]
+    if view.submission is not None:
+        lines.append(f"Command:      {clean(view.submission.command)}")
     files = dict.fromkeys(filter(None, (slurm.std_out, slurm.std_err))) if slurm else ()
     lines += [f"Output:       {file}" for file in files]
-    lines.append(f"At a stop:    {_saver(found)}")
-    if (saved := found.committed) is not None:
+    lines.append(f"At a stop:    {_saver(view)}")
+    if (saved := view.committed) is not None:
         step = saved.data.get("checkpoint_step")
         lines.append(f"Checkpoint:   step {step}, committed {moment(saved.epoch_ns)}")
     if slurm is not None:
         lines.append(f"Restarts:     {slurm.restart_count}")
-    lines.append(f"Preemptions:  {found.preemptions}")
-    lines += _rank_lines(found) or ["Ranks:        none has announced itself"]
-    lines += _attempt_lines([_plain_attempt_line(one) for one in found.plain_attempts], _MANY_PLAIN)
-    lines += condition_lines(found)
+    lines.append(f"Preemptions:  {view.preemptions}")
+    lines += _rank_lines(view) or ["Ranks:        none has announced itself"]
+    lines += _attempt_lines([_plain_attempt_line(one) for one in view.plain_attempts], _MANY_PLAIN)
+    lines += condition_lines(view)
     return [line.rstrip() for line in lines]
 
 
-def _rank_lines(found: JobView) -> list[str]:
+def _rank_lines(view: JobView) -> list[str]:
     now_ns = time.time_ns()
-    ranks = found.seen.ranks
+    ranks = view.seen.ranks
     lines = [f"Ranks:        {len(ranks)}"] if ranks else []
-    lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in ranks[:_MANY_PLAIN]]
+    lines += [f"  {rank_line(rank, now_epoch_ns=now_ns)}" for rank in ranks[:_MANY_PLAIN]]
     if len(ranks) > _MANY_PLAIN:
         lines.append(f"  ... {len(ranks) - _MANY_PLAIN} more")
-    return [*lines, *(f"  {line}" for line in training_lines(found.seen))]
+    return [*lines, *(f"  {line}" for line in training_lines(view.seen))]
 
 
-def of_slurm(found: JobView, name: str) -> list[str]:
-    """What Slurm says about a job, and where its run folder is."""
-    slurm = found.slurm
+def of_slurm(view: JobView, name: str) -> list[str]:
+    """Return lines with Slurm's facts about a job, and its run folder."""
+    slurm = view.slurm
     lines = [f"Name:         {name}"]
     if slurm is None:
         lines.append("Slurm:        does not know it, or cannot be asked")
@@ -210,34 +210,34 @@ def of_slurm(found: JobView, name: str) -> list[str]:
         where = f" on {slurm.node_list}" if slurm.node_list else waits
         lines.append(f"Slurm:        job {slurm.id}, {slurm.state.value}{where}")
         lines.append(f"Partition:    {slurm.partition}{f', QOS {slurm.qos}' if slurm.qos else ''}")
-    return [*lines, f"Run folder:   {found.run.root}"]
+    return [*lines, f"Run folder:   {view.run.root}"]
 
 
-def condition_lines(found: JobView) -> list[str]:
-    """What became of a job, and when."""
+def condition_lines(view: JobView) -> list[str]:
+    """Return lines with a job's history."""
     lines = ["Conditions:"]
-    for one in found.conditions:
-        reason = f" {one.reason}" if one.reason else ""
-        message = f": {clean(one.message)}" if one.message else ""
-        lines.append(f"  {moment(one.epoch_ns)}  {one.type}{reason}{message}")
-    return lines if found.conditions else [*lines, "  none"]
+    for condition in view.conditions:
+        reason = f" {condition.reason}" if condition.reason else ""
+        message = f": {clean(condition.message)}" if condition.message else ""
+        lines.append(f"  {moment(condition.epoch_ns)}  {condition.type}{reason}{message}")
+    return lines if view.conditions else [*lines, "  none"]
 
 
-def _saver(found: JobView) -> str:
+def _saver(view: JobView) -> str:
     from hydroslurm.core.events import EventKind
 
-    if found.saver is EventKind.ATTEMPT_BEGAN:
+    if view.saver is EventKind.ATTEMPT_BEGAN:
         return "its hydroslurm.Run saves"
-    if found.saver is EventKind.STOPS_TAKEN:
+    if view.saver is EventKind.STOPS_TAKEN:
         return "the script saves in its own way (receive_suspend_command)"
-    yet = "" if found.is_over else ", so far"
+    yet = "" if view.is_over else ", so far"
     return (
         f"nobody saves: no rank has made a hydroslurm.Run, or called receive_suspend_command(){yet}"
     )
 
 
-def _plain_attempt_line(one: PlainAttempt) -> str:
-    began = "" if one.began_epoch_s is None else f"{moment(int(one.began_epoch_s * 1e9))}"
-    ended = "" if one.ended_epoch_s is None else f" to {moment(int(one.ended_epoch_s * 1e9))}"
-    step = "" if one.step is None else f", at step {one.step}"
-    return f"{one.number}  {began}{ended}: {clean(one.message)}{step}"
+def _plain_attempt_line(a: PlainAttempt) -> str:
+    began = "" if a.began_epoch_s is None else f"{moment(int(a.began_epoch_s * 1e9))}"
+    ended = "" if a.ended_epoch_s is None else f" to {moment(int(a.ended_epoch_s * 1e9))}"
+    step = "" if a.step is None else f", at step {a.step}"
+    return f"{a.number}  {began}{ended}: {clean(a.message)}{step}"

@@ -1,5 +1,4 @@
-"""``hydroslurm doctor [JOBID]``: what this site does to a job, and whether there is time to
-save."""
+"""``hydroslurm doctor [JOBID]``: what this site does to a job, and whether a save fits."""
 
 from __future__ import annotations
 
@@ -85,12 +84,12 @@ def doctor(
         no_munge=why_no_munge(os.environ),
         no_vacate=why_not_here(),
     )
-    found = findings.diagnose(facts)
+    results = findings.diagnose(facts)
     if as_json:
-        typer.echo(json.dumps(findings.as_json(facts, found)))
+        typer.echo(json.dumps(findings.as_json(facts, results)))
     else:
-        _print(facts, found)
-    if findings.work_would_be_lost(found):
+        _print(facts, results)
+    if findings.work_would_be_lost(results):
         raise typer.Exit(1)
 
 
@@ -110,7 +109,7 @@ def _save(run: Path | None, save_s: float | None, state_bytes: int | None) -> Sa
     return last_save(run)
 
 
-def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
+def _print(facts: Facts, results: tuple[Finding, ...]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -127,7 +126,7 @@ def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
     console.print("Minimum time from the first signal to SIGKILL:")
     console.print(times)
     console.print()
-    for finding in found:
+    for finding in results:
         severity = finding.severity.value
         console.print(f"[{_STYLES[severity]}]{severity:<5}[/] {finding.title}")
         for message in filter(None, (finding.explanation, finding.fix and f"-> {finding.fix}")):

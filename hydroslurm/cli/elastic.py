@@ -1,4 +1,4 @@
-"""``hydroslurm scale``: how many members an elastic job has; and its part of ``describe``."""
+"""``hydroslurm scale``: an elastic job's number of members; and its part of ``describe``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _CHANGED = (
     "generation", "suspended", "paused", "continued", "wanted", "trained", "finished", "gave_up",
 )  # fmt: skip
 _CHANGES = 12
-"""So many changes are listed; the rest is counted."""
+"""How many changes are listed; the rest is counted."""
 _SILENT_S = 15.0
-"""A coordinator writes its status every second; clocks of two nodes may be this far apart."""
+"""A coordinator writes its status every second; the clocks of two nodes may differ this much."""
 
 
 def scale(
@@ -60,8 +60,8 @@ def scale(
 
 
 def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:
-    """What describe prints about the members of an elastic job, and their changes. ``slurm``: its
-    coordinator's job, None where Slurm has none."""
+    """Return describe's lines about an elastic job's members and changes. ``slurm``: its
+    coordinator's job; None if Slurm has none."""
     from hydroslurm.elastic.folder import ElasticFolder
 
     folder = ElasticFolder(run=run.root)
@@ -75,23 +75,23 @@ def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:
             f"Members:      {sizes(status)}",
             f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
             f"Engine:       {clean(status['engine'])}",
-            *(f"  {clean(_member_line(one))}" for one in status["members"]),
+            *(f"  {clean(_member_line(member))}" for member in status["members"]),
             *_silence_lines(status, slurm),
         ]
     lines += _taken_lines(entries)
-    changes = [one for one in entries if one["kind"] in _CHANGED]
+    changes = [e for e in entries if e["kind"] in _CHANGED]
     restarts = status is not None and status["engine"] == "restart"
-    resumed = {one["generation"]: one for one in entries if one["kind"] == "resumed"}
+    resumed = {e["generation"]: e for e in entries if e["kind"] == "resumed"}
     more = f"; {len(changes) - _CHANGES} before these" if len(changes) > _CHANGES else ""
     lines.append(f"Changes:      {len(changes) or 'none yet'}{more}")
-    for one in changes[-_CHANGES:]:
-        cost = resumed.get(one.get("generation")) if restarts else one
-        lines.append(f"  {clean(_change_line(one, cost))}")
+    for change in changes[-_CHANGES:]:
+        cost = resumed.get(change.get("generation")) if restarts else change
+        lines.append(f"  {clean(_change_line(change, cost))}")
     return lines
 
 
 def member_lines(run: RunDir, name: str) -> list[str]:
-    """What describe and status print about the job of one member of an elastic run."""
+    """Return describe's and status's lines about the job of one member of an elastic run."""
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.jobs.control.view import submission_of
 
@@ -111,10 +111,10 @@ def member_lines(run: RunDir, name: str) -> list[str]:
 
 def _member_now(folder: ElasticFolder, name: str) -> str:
     status = folder.read(folder.status_json) or {}
-    for one in status.get("members", ()):
-        if one["id"] == name:
-            return f"{_member_line(one)}, since {moment(int(one['since_epoch_s'] * 1e9))}"
-    gone = [one for one in folder.ledger() if one.get("member") == name and one.get("reason")]
+    for member in status.get("members", ()):
+        if member["id"] == name:
+            return f"{_member_line(member)}, since {moment(int(member['since_epoch_s'] * 1e9))}"
+    gone = [e for e in folder.ledger() if e.get("member") == name and e.get("reason")]
     if gone:
         return (
             f"{name}  is none any more since {moment(gone[-1]['epoch_ns'])}: {gone[-1]['reason']}"
@@ -131,7 +131,7 @@ def _member_line(member: dict[str, Any]) -> str:
 
 
 def _silence_lines(status: dict[str, Any], slurm: Job | None) -> list[str]:
-    """What was written last is taken for what is, unless its writer is gone."""
+    """Warn if the status's writer is gone; otherwise its last status counts as current."""
     silent_s = time.time() - status["written_epoch_s"]
     if silent_s < _SILENT_S or status["state"] in ("Succeeded", "Failed"):
         return []
@@ -144,7 +144,7 @@ def _silence_lines(status: dict[str, Any], slurm: Job | None) -> list[str]:
 
 
 def _what_of(slurm: Job | None) -> str:
-    """What has become of a coordinator that is silent, as far as Slurm knows."""
+    """Say what became of a silent coordinator, as far as Slurm knows."""
     if slurm is None or slurm.state.has_ended:
         return "its job has ended, and nothing starts another one"
     if slurm.state.is_waiting:
@@ -154,51 +154,51 @@ def _what_of(slurm: Job | None) -> str:
 
 
 def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
-    ended = [one for one in entries if one["kind"] == "ended"]
-    taken = sum(one["how"] == "preemption" for one in ended)
-    failed = [one for one in ended if one["how"] == "failure"]
+    ended = [e for e in entries if e["kind"] == "ended"]
+    taken = sum(e["how"] == "preemption" for e in ended)
+    failed = [e for e in ended if e["how"] == "failure"]
     lines = [f"Ended:        {taken} preempted, {len(failed)} failed"]
-    for one in failed[-3:]:
-        text = f"{one['member']} on {one['node'] or '?'}: {one['reason']}"
+    for e in failed[-3:]:
+        text = f"{e['member']} on {e['node'] or '?'}: {e['reason']}"
         lines.append(f"  {clean(text)}")
     excluded: dict[str, str] = {}
-    for one in entries:
-        if one["kind"] == "excluded":
-            excluded[one["node"]] = one["reason"]
-        elif one["kind"] == "wanted" and not str(one.get("by")).startswith("autoscaler"):
+    for e in entries:
+        if e["kind"] == "excluded":
+            excluded[e["node"]] = e["reason"]
+        elif e["kind"] == "wanted" and not str(e.get("by")).startswith("autoscaler"):
             excluded.clear()
     lines += [f"Excluded:     node {clean(node)}: {clean(why)}" for node, why in excluded.items()]
     if excluded:
         lines.append("              `hydroslurm scale` takes them back, also with the same size")
-    refused = [one for one in entries if one["kind"] in ("refused", "submitted")]
+    refused = [e for e in entries if e["kind"] in ("refused", "submitted")]
     if refused and refused[-1]["kind"] == "refused":
         lines.append(f"Waits:        {clean(refused[-1]['reason'])}")
     return lines
 
 
-def _change_line(one: dict[str, Any], cost: dict[str, Any] | None) -> str:
-    """``cost``: what has told how long the training paused; None: nobody has yet, or can."""
-    at = moment(one["epoch_ns"])
-    if one["kind"] == "wanted":
-        by = f" by {one['by']}" if one.get("by") else ""
-        return f"{at}  {one['size']} members are wanted{by}"
-    if one["kind"] == "suspended":
-        return f"{at}  suspended: {len(one['members'])} members are left of at least {one['min']}"
-    if one["kind"] in ("paused", "continued"):
-        waits = ": the others wait for it" if one["kind"] == "paused" else ""
-        return f"{at}  {one['member']} on {one['node'] or '?'} was {one['kind']}{waits}"
-    if one["kind"] == "trained":
-        return f"{at}  trained to step {one['step']}; what follows the training is under way"
-    if one["kind"] == "finished":
-        return f"{at}  finished at step {one['step']}"
-    if one["kind"] == "gave_up":
-        return f"{at}  failed: {one['reason']}"
-    parts = [f"generation {one['generation']} of {len(one['members'])} at step {one['step']}"]
+def _change_line(e: dict[str, Any], cost: dict[str, Any] | None) -> str:
+    """``cost``: the entry that says how long the training paused; None: unknown."""
+    at = moment(e["epoch_ns"])
+    if e["kind"] == "wanted":
+        by = f" by {e['by']}" if e.get("by") else ""
+        return f"{at}  {e['size']} members are wanted{by}"
+    if e["kind"] == "suspended":
+        return f"{at}  suspended: {len(e['members'])} members are left of at least {e['min']}"
+    if e["kind"] in ("paused", "continued"):
+        waits = ": the others wait for it" if e["kind"] == "paused" else ""
+        return f"{at}  {e['member']} on {e['node'] or '?'} was {e['kind']}{waits}"
+    if e["kind"] == "trained":
+        return f"{at}  trained to step {e['step']}; what follows the training is under way"
+    if e["kind"] == "finished":
+        return f"{at}  finished at step {e['step']}"
+    if e["kind"] == "gave_up":
+        return f"{at}  failed: {e['reason']}"
+    parts = [f"generation {e['generation']} of {len(e['members'])} at step {e['step']}"]
     parts += [
-        f"{word} {', '.join(one[name])}"
+        f"{word} {', '.join(e[name])}"
         for name, word in (("joined", "joined:"), ("left", "left:"), ("lost", "lost:"))
-        if one.get(name)
+        if e.get(name)
     ]
     if cost is not None:
         parts.append(f"paused {cost['pause_s']:.2f} s, {cost['steps_lost']} steps lost")
-    return f"{at}  {'; '.join(parts)} ({one['cause']})"
+    return f"{at}  {'; '.join(parts)} ({e['cause']})"

@@ -60,24 +60,24 @@ def info(as_json: AsJson = False) -> None:
     from hydroslurm.gate import build, compiler
 
     torch = compiler.installed_torch()
-    found = build.find(os.environ, torch=torch)
+    library = build.find(os.environ, torch=torch)
     facts: dict[str, object] = {
         "torch": torch.version,
         "key": build.key_of(torch),
-        "origin": found.origin if found else None,
-        "library": str(found.path) if found else None,
+        "origin": library.origin if library else None,
+        "library": str(library.path) if library else None,
         "site_dir": os.environ.get(compiler.SITE_DIR_ENV),
     }
     try:
         facts["compiler"] = shlex.join(compiler.find_compiler(os.environ))
     except NoCompiler:
         facts["compiler"] = None
-    usable = bool(found or facts["compiler"])
-    if found:
+    usable = bool(library or facts["compiler"])
+    if library:
         from hydroslurm.gate.native_gate import NativeGate
 
-        facts["granularity"] = NativeGate(found.path).granularity
-    facts["gate"] = "native" if found else "native, built on first use" if usable else "hooks"
+        facts["granularity"] = NativeGate(library.path).granularity
+    facts["gate"] = "native" if library else "native, built on first use" if usable else "hooks"
     facts["marks"] = "NVTX" if torch.nvtx else "none: pip install nvidia-nvtx and rebuild the gate"
     if as_json:
         typer.echo(json.dumps(facts))
@@ -108,11 +108,11 @@ def trace(
     sys.exit(status)
 
 
-def _print_trace(seen: Trace, *, as_json: bool) -> None:
+def _print_trace(trace: Trace, *, as_json: bool) -> None:
     if as_json:
-        rows = [{**vars(one), "phase": one.phase.name.lower()} for one in seen.operators]
-        typer.echo(json.dumps({"count": seen.count, "operators": rows}))
+        rows = [{**vars(op), "phase": op.phase.name.lower()} for op in trace.operators]
+        typer.echo(json.dumps({"count": trace.count, "operators": rows}))
         return
-    for one in seen.operators:
-        typer.echo(f"{one.tid:8d} {one.phase.name.lower():8s} {one.name}")
-    typer.echo(f"{seen.count} operators, {len(seen.operators)} shown")
+    for operator in trace.operators:
+        typer.echo(f"{operator.tid:8d} {operator.phase.name.lower():8s} {operator.name}")
+    typer.echo(f"{trace.count} operators, {len(trace.operators)} shown")

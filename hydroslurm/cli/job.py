@@ -1,4 +1,4 @@
-"""``hydroslurm pause | resume | requeue | cancel | logs | attach``: jobs that run."""
+"""``hydroslurm pause | resume | requeue | cancel | logs | attach``: actions on existing jobs."""
 
 from __future__ import annotations
 
@@ -144,15 +144,15 @@ def logs(
     from hydroslurm.jobs.control.view import view_of
     from hydroslurm.slurm.client import open_client
 
-    found = view_of(open_client(), which)
-    if found.has_spec:
-        files = supervisor_logs(found) if supervisor else task_logs(found, replica)
+    view = view_of(open_client(), which)
+    if view.has_spec:
+        files = supervisor_logs(view) if supervisor else task_logs(view, replica)
     elif supervisor:
         raise UsageError("only a job with a spec has a supervisor; omit --supervisor")
     else:
-        files = output_logs(found, replica)
+        files = output_logs(view, replica)
     with contextlib.suppress(KeyboardInterrupt):
-        for text in follow_files(files, tail=tail, until=Ended(found) if follow else None):
+        for text in follow_files(files, tail=tail, until=Ended(view) if follow else None):
             typer.echo(text, nl=False)
 
 
@@ -191,7 +191,7 @@ def _act(
     timeout_s: float,
     **how: bool,
 ) -> None:
-    """Ask a job, or a process of this machine, which may still be starting."""
+    """Send a request to a job, or to a local process, which may still be starting."""
     from hydroslurm.errors import UsageError
     from hydroslurm.runtime import client
 
@@ -215,8 +215,8 @@ def _act(
 def _for_each(
     which: str, act: Callable[[SlurmClient, SlurmJob], JobAnswer | None], *, all_elements: bool
 ) -> None:
-    """Act on the job of an id or a run folder; on several only by ``--all-elements``, and then on
-    all that can be acted on. Exit status 1: something was not done."""
+    """Act on the job of an id or run folder; with ``--all-elements``, on all that can be acted on.
+    Exit status 1: something was not done."""
     from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import HydroslurmError, WrongJobState
     from hydroslurm.jobs.control.requests import find_jobs
@@ -250,14 +250,14 @@ def _for_each(
 
 
 def _print_job(answer: JobAnswer) -> bool:
-    """Whether all its ranks have done it."""
+    """Print the answer; return whether all ranks have done it."""
     echo(f"job {answer.job_id}: {answer.how}")
-    for one in answer.answers:
-        echo(f"  rank {one.rank}: {one.message}")
+    for reply in answer.answers:
+        echo(f"  rank {reply.rank}: {reply.message}")
     for rank in answer.silent:
         echo(
             f"  rank {rank}: no answer in time; it has reached no operator or step yet (it is "
             "importing, or inside a long one), or it cannot write its events",
             err=True,
         )
-    return not answer.silent and all(one.done for one in answer.answers)
+    return not answer.silent and all(reply.done for reply in answer.answers)

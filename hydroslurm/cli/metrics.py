@@ -82,7 +82,7 @@ def _write(collector: JobCollector, textfile: Path | None, every_s: float | None
 
     Raises:
         RunFolderError: the file cannot be written.
-        ControllerUnreachable: Slurm did not answer the last time that it was asked.
+        ControllerUnreachable: Slurm did not answer the last request.
     """
     from prometheus_client import generate_latest, write_to_textfile
 
@@ -95,7 +95,7 @@ def _write(collector: JobCollector, textfile: Path | None, every_s: float | None
                 typer.echo(generate_latest(registry).decode(), nl=False)
             else:
                 try:
-                    write_to_textfile(str(textfile), registry)  # a rename: never half a file
+                    write_to_textfile(str(textfile), registry)  # atomic, by a rename
                 except OSError as error:
                     raise RunFolderError(f"cannot write {textfile}: {error.strerror}") from error
             if every_s is None:

@@ -1,4 +1,4 @@
-"""``hydroslurm prove``: is a stopped script's training that of an undisturbed one, bit for bit?"""
+"""``hydroslurm prove``: does a stopped script's training equal an undisturbed one, bit for bit?"""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def prove(
     if not as_json:
         typer.echo(f"proving: {shlex.join(script.command)}")
         note_misplaced(context, command[0], command[1:])
-    shared = None if slurm is None else Path.cwd()  # the nodes see this one
+    shared = None if slurm is None else Path.cwd()  # visible on the nodes
     with tempfile.TemporaryDirectory(prefix="hydroslurm-prove-", dir=shared) as scratch:
         proof = run_proof(
             script,
@@ -111,13 +111,13 @@ def prove(
 
 def _as_dict(proof: Proof) -> dict[str, object]:
     result = proof.result
-    found = (result or proof.control).differences
+    differences = (result or proof.control).differences
     return {
         "holds": proof.holds,
         "deterministic": proof.control.is_equal,
         "steps": proof.steps,
-        "stops": [asdict(one) for one in proof.stops],
+        "stops": [asdict(stop) for stop in proof.stops],
         "steps_repeated": result.repeated if result else None,
         "steps_left_out": result.left_out if result else None,
-        "differences": [asdict(one) for one in found],
+        "differences": [asdict(d) for d in differences],
     }

@@ -1,4 +1,4 @@
-"""``hydroslurm report``: what the pauses and stops of a run cost, and what a profile shows."""
+"""``hydroslurm report``: the cost of a run's pauses and stops, and the contents of a profile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of
 _PROFILES = (".nsys-rep", ".sqlite")
 
 
-@without_gc()  # millions of values that all stay: looking for garbage takes a third of the time
+@without_gc()  # millions of values that all stay: searching for garbage takes a third of the time
 def report(
     paths: Annotated[
         list[Path] | None,
@@ -96,7 +96,7 @@ def _report_run(
     if not no_picture:
         _draw_sizes(run, as_json=as_json)
     history = read_history(folder)
-    # drawing takes longest: it starts before anything else is even imported
+    # drawing takes longest: start it before importing anything else
     pictures = None if no_picture else start_pictures(history, run)
     from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
     from hydroslurm.report.figures import Report
@@ -112,15 +112,15 @@ def _report_run(
     else:
         accounting = ask_slurm(connect, history.attempts)
     sources = ExternalSources(accounting=accounting, profiles=profiles, missing=missing)
-    made = Report(history, sources)
-    _print(json.dumps(made.figures.as_dict()) if as_json else _rendered(report_view(made)))
-    # after printing: the report of another user's folder can be read, but not written
-    for path in write_all(made, run, pictures=pictures):
+    result = Report(history, sources)
+    _print(json.dumps(result.figures.as_dict()) if as_json else _rendered(report_view(result)))
+    # after printing: another user's folder can be reported on, but not written
+    for path in write_all(result, run, pictures=pictures):
         _print(f"written: {path}", err=as_json)
 
 
 def _draw_sizes(run: RunDir, *, as_json: bool) -> None:
-    """Of an elastic run, whose members come and go."""
+    """Draw an elastic run's changes of size."""
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.errors import RunFolderError
     from hydroslurm.report.writing import write_sizes
@@ -130,24 +130,24 @@ def _draw_sizes(run: RunDir, *, as_json: bool) -> None:
         return
     path = run.timeline_png.with_name("sizes.png")
     title = f"{run.root.name}: members over time, and what each change cost"
-    with contextlib.suppress(RunFolderError):  # another user's folder can be read, but not written
+    with contextlib.suppress(RunFolderError):  # another user's folder cannot be written
         if write_sizes(elastic.ledger(), path, title=title) is not None:
             _print(f"written: {path}", err=as_json)
 
 
 def _rendered(view: RenderableType) -> str:
-    """As text: rich's own print ends the program on a broken pipe."""
+    """Render as text: rich's own print ends the program on a broken pipe."""
     from rich.console import Console
 
-    console = Console(markup=False, emoji=False)  # brackets and colons in names are no markup
+    console = Console(markup=False, emoji=False)  # names may contain brackets and colons
     with console.capture() as captured:
         console.print(view)
     return captured.get().removesuffix("\n")
 
 
 def _print(text: str, *, err: bool = False) -> None:
-    """Print; if the reader of a pipe has left (``| head``), drop the rest: the files are still to
-    be written."""
+    """Print; if a pipe's reader has left (``| head``), drop the rest: the files remain to be
+    written."""
     try:
         typer.echo(text, err=err)
     except BrokenPipeError:
@@ -157,8 +157,7 @@ def _print(text: str, *, err: bool = False) -> None:
 
 
 def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
-    """The profiles that can be read, and why the others cannot; the report goes on without
-    those."""
+    """Return the readable profiles, and why the others are not; the report goes on without them."""
     from hydroslurm.errors import HydroslurmError
     from hydroslurm.report.nsys import read_profile
 

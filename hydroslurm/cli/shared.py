@@ -1,4 +1,4 @@
-"""What several verbs share: options, and how lines, moments and tables are printed."""
+"""Options of several verbs, and how they print lines, moments and tables."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ScriptArguments = Annotated[
 
 
 def echo(line: str, *, err: bool = False) -> None:
-    """Print a line of which others may have written a part, at most 2000 characters."""
+    """Print a line that may contain others' text, at most 2000 characters."""
     from hydroslurm.core.files import clean
 
     typer.echo(clean(line, most=2000), err=err)
 
 
 def moment(epoch_ns: int) -> str:
-    """Local time."""
+    """Format as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
 
 
 def echo_table(rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) -> None:
-    """Print rows with their columns aligned; None is a dash. ``right``: columns of numbers."""
+    """Print rows with aligned columns; None is a dash. ``right``: columns of numbers."""
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:

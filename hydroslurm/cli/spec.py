@@ -1,4 +1,4 @@
-"""``hydroslurm validate | render | schema``: job specs without Slurm doing anything."""
+"""``hydroslurm validate | render | schema``: job specs without asking Slurm."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def validate(files: Files) -> None:
             wrong += 1
             continue
         job = spec.job
-        kinds = ", ".join(f"{one.replicas} {one.type}" for one in job.replica_specs)
+        kinds = ", ".join(f"{replica.replicas} {replica.type}" for replica in job.replica_specs)
         typer.echo(f"{file}: ok: {job.name}, {kinds}")
         if spec.meaningless:
             typer.echo("  these fields have no effect on Slurm and are ignored:")
-        for one in spec.meaningless:
-            typer.echo(f"    {one}")
+        for field in spec.meaningless:
+            typer.echo(f"    {field}")
     if wrong:
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""``hydroslurm status``: a job in Slurm, and what its ranks report."""
+"""``hydroslurm status``: a job in Slurm, and its ranks' reports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def status(
 
 
 def size_line(run: RunDir) -> str | None:
-    """How many members an elastic job has, or why that is not believed; None of any other."""
+    """Say how many members an elastic job has, or why that is not believed; None for others."""
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.errors import UntrustedFile
 
@@ -69,7 +69,7 @@ def size_line(run: RunDir) -> str | None:
 
 
 def sizes(status: Mapping[str, Any]) -> str:
-    """How many members an elastic job has, wants and may have."""
+    """Say how many members an elastic job has, wants and may have."""
     return (
         f"{status['size']} train, {status['wanted']} are wanted, {status['min']} to "
         f"{status['max']} are allowed"
@@ -105,20 +105,20 @@ def _print_status(job: Job, view: JobView) -> None:
 
 
 def training_lines(seen: RankViews) -> list[str]:
-    """Where the time of each training of a job went, and which ranks the others wait for."""
+    """Return lines on how each training's time was spent, and which ranks the others wait for."""
     from hydroslurm.observe.folder import slow_ranks
 
     lines = []
     for name in dict.fromkeys(seen.trainings):
-        ranks = [one for one, of in zip(seen.ranks, seen.trainings, strict=True) if of == name]
-        own = [goodput.message for one in ranks if (goodput := one.goodput())]
-        own += [one.message for one in slow_ranks(ranks)]
+        ranks = [rank for rank, n in zip(seen.ranks, seen.trainings, strict=True) if n == name]
+        own = [goodput.message for rank in ranks if (goodput := rank.goodput())]
+        own += [rank.message for rank in slow_ranks(ranks)]
         lines += [f"{name}{line}" for line in own if line]
     return lines
 
 
 def _member_lines(job: Job, view: JobView) -> list[str]:
-    """What an elastic run, or that of a member, is told of itself; nothing of any other job."""
+    """Return lines of an elastic run or one of its members; none for other jobs."""
     from hydroslurm.cli.elastic import member_lines
     from hydroslurm.jobs.control.requests import member_of
 
@@ -129,7 +129,7 @@ def _member_lines(job: Job, view: JobView) -> list[str]:
 
 
 def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
-    """One line about a rank, as it reports itself."""
+    """Return one line about a rank, from its own report."""
     since = _since(rank.since.epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
     parts = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
@@ -148,7 +148,7 @@ def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
 
 
 def _since(epoch_ns: int, now_epoch_ns: int) -> str:
-    """``since 3.2 s``; another host's clock may be ahead."""
+    """Format as ``since 3.2 s``; another host's clock may be ahead."""
     since_s = (now_epoch_ns - epoch_ns) / 1e9
     if since_s < -1.0:
         return f"since {-since_s:,.0f} s in the future by this host's clock"

@@ -1,4 +1,4 @@
-"""``hydroslurm submit | run | agent``: start a job, a program of this machine, torchrun's ranks."""
+"""``hydroslurm submit | run | agent``: start a job, a local program, or torchrun's ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hydroslurm.jobs.launch.executor import Executor, PausableJob
 
 _OWN_WORDS = {"allow_interspersed_args": False}
-"""Everything from the script or the command on belongs to it."""
+"""The script or command gets all words from itself on."""
 CONTEXTS: dict[str, dict[str, Any]] = {
     "submit": _OWN_WORDS,
     "run": _OWN_WORDS,
@@ -29,12 +29,12 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "render": {"ignore_unknown_options": True},
     "agent": {**_OWN_WORDS, "allow_extra_args": True, "ignore_unknown_options": True},
 }
-"""How the verbs are parsed that hand words on; ``agent`` has no options itself."""
+"""Parser settings for verbs that pass words on; ``agent`` has no options itself."""
 
 RENDER = "render"
-"""The context's object where the script is printed and nothing submitted."""
+"""The context's object when the script is printed rather than submitted."""
 FOLDER = Path("hydroslurm-runs")
-"""Where run folders are created unless another place is named; srun --preempt does the same."""
+"""Default parent of run folders; srun --preempt uses the same."""
 
 
 def submit(
@@ -114,7 +114,7 @@ def submit(
         executor = _executor(folder, asked, options)
         typer.echo(executor.render_script(script, *words, module=module), nl=False)
         return
-    with without_gc():  # it would only walk over what submitit has just made, for 20 ms
+    with without_gc():  # it would spend 20 ms on what submitit has just made
         job = _executor(folder, asked, options).submit_script(script, *words, module=module)
     _announce(int(job.job_id), job.run_dir, nodes)
     if wait:
@@ -154,7 +154,7 @@ def _submit_spec(
             f"{' '.join([*beside, *words])} cannot be combined with {file}: put it into the "
             "spec (hydroslurm schema lists its fields)"
         )
-    with without_gc():  # as above, and what pydantic makes
+    with without_gc():  # as above, and for what pydantic makes
         from hydroslurm.jobs.launch.training_job import submit_job, wait_for_end
         from hydroslurm.jobs.spec.reading import load
 
@@ -170,7 +170,7 @@ def _submit_spec(
 
 
 def note_misplaced(context: typer.Context, script: str, words: Sequence[str]) -> None:
-    """Say which words after the script are options of this verb: the script gets them."""
+    """Name words after the script that are options of this verb: the script gets them."""
     own = {spelling for parameter in context.command.params for spelling in parameter.opts}
     own_words = words[: words.index("--")] if "--" in words else words
     names = [word.partition("=")[0] for word in own_words if word.startswith("-")]
@@ -183,10 +183,10 @@ def note_misplaced(context: typer.Context, script: str, words: Sequence[str]) ->
 
 
 def _announce(job_id: int, run: RunDir, nodes: int, *, janitor_id: int | None = None) -> None:
-    """Print the job and what can be done with it; on stderr where stdout does not take it.
+    """Print the job and commands for it; on stderr if stdout fails.
 
     Raises:
-        LaunchError: it could never start, and is cancelled.
+        LaunchError: it could never start, and was cancelled.
     """
     from hydroslurm.errors import LaunchError
     from hydroslurm.jobs.launch.sbatch import cancel_if_hopeless
@@ -205,7 +205,7 @@ def _announce(job_id: int, run: RunDir, nodes: int, *, janitor_id: int | None = 
     try:
         client = open_client(retry_policy=RetryPolicy(call_timeout_s=5.0, give_up_after_s=0.0))
         why = cancel_if_hopeless(client, job_id, run, nodes=nodes, janitor_id=janitor_id)
-    finally:  # whatever interrupts the question, the job is named
+    finally:  # name the job whatever interrupts the query
         if why is None:
             try:
                 typer.echo("\n".join(lines))
@@ -217,7 +217,7 @@ def _announce(job_id: int, run: RunDir, nodes: int, *, janitor_id: int | None = 
 
 
 def _pairs(options: list[str]) -> dict[str, str | bool]:
-    """``NAME=VALUE``, or NAME alone, as sbatch takes them."""
+    """Parse ``NAME=VALUE``, or NAME alone, as sbatch takes them."""
     split = (option.lstrip("-").partition("=") for option in options)
     return {name: value if equals else True for name, equals, value in split}
 
@@ -305,8 +305,8 @@ def run(
 
 
 def _require_hook(program: str) -> None:
-    """Make sure that this Python reads HYDROSLURM_PREEMPT: one without hydroslurm would run the
-    program as if nothing had been asked for.
+    """Require that this Python reads HYDROSLURM_PREEMPT: one without hydroslurm would ignore it and
+    run the program unpausable.
 
     Raises:
         UsageError: it does not.

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 EVERY_S = 5.0
 LEAST_EVERY_S = 0.2
 _SLOW_S = 5.0
-"""How long after an answer is due the screen says that Slurm is late."""
+"""Delay of an answer after which the screen says that Slurm is late."""
 _PIPE_CELLS = 300
-"""Room for all columns."""
+"""Enough width for all columns."""
 
 
 def top(
@@ -66,7 +66,7 @@ def top(
     has_screen = not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     is_only_view = once or (interval_s is None and not has_screen)
     watcher = Watcher(
-        # an absent controller is waited for by asking again at the next interval
+        # wait for an absent controller by asking again at the next interval
         open_client(retry_policy=RetryPolicy(give_up_after_s=0.0)),
         user=None if all_users or named else user_name(),
         partition=partition,
@@ -81,10 +81,10 @@ def top(
 
 
 def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> None:
-    """For programs: print once, or every ``every_s``.
+    """Print once, or every ``every_s``, for programs.
 
     Raises:
-        SlurmError: Slurm did not answer the only time that it was asked.
+        SlurmError: Slurm did not answer the only request.
     """
     from hydroslurm.errors import ControllerUnreachable
 
@@ -120,8 +120,8 @@ def _print_view(view: View, *, as_json: bool) -> None:
 
 
 class _Screen:
-    """The alternate screen, the keys, and a thread that asks Slurm: it may be slow to answer, and
-    ``q`` has to work meanwhile."""
+    """The alternate screen, the keys, and a thread that asks Slurm, so that ``q`` works even when
+    Slurm is slow."""
 
     def __init__(self, watcher: Watcher, *, every_s: float) -> None:
         self._watcher = watcher
@@ -175,7 +175,7 @@ class _Screen:
         )
 
     def _wait(self, height: int) -> bool:
-        """Wait until there is something new to show; returns True to quit."""
+        """Wait until there is something new to show; return True to quit."""
         from hydroslurm.observe.screen import page_rows
 
         late_s = self._due_mono_s + _SLOW_S - time.monotonic()
@@ -213,8 +213,8 @@ class _Screen:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Redraw at a new size; leave the screen properly when a signal ends us. Ctrl-Z is ignored:
-        it would leave the shell on our screen."""
+        """Redraw at a new size; restore the terminal when a signal ends us. Ignore Ctrl-Z, which
+        would leave the shell on our screen."""
 
         def leave(signo: int, _: object) -> None:
             raise SystemExit(128 + signo)
@@ -235,7 +235,7 @@ class _Screen:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Read keys one by one without echo; Ctrl-C still is a signal."""
+    """Read single keys without echo; Ctrl-C remains a signal."""
     import termios
     import tty
 

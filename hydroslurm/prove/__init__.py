@@ -1,3 +1,2 @@
-"""``hydroslurm prove``: does a script that is stopped again and again train the same bits as one
-that is left alone? Knows PyTorch and processes; nothing of ``Run``, checkpoints or frameworks, so
-that it judges all of them alike."""
+"""``hydroslurm prove``: does a script train the same bits when it is stopped repeatedly? Knows only
+PyTorch and processes, nothing of ``Run``, checkpoints or frameworks, so it judges all alike."""

@@ -1,7 +1,7 @@
-"""One run of the script to be proved, and its attempts: as processes of this machine, or as a job.
+"""One run of the script under test, and its attempts: local processes, or a job.
 
-Each run has a folder of its own: ``work``, in which the script runs, ``attempt1``, ``attempt2`` ...
-with what the recorder writes, and the script's output.
+Each run has its own folder: ``work``, in which the script runs, and ``attempt1``, ``attempt2`` ...
+with the recorder's files and the script's output.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _TAIL_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What is run, and how.
+    """The command to run, and how.
 
     Attributes:
         command: the program and its arguments.
         environ: of the script.
         links: files and folders below the current one that it reads by a relative path.
-        grace_s: seconds between SIGTERM and SIGKILL; of a job Slurm's own count.
-        limit_s: seconds in which an attempt has to make its next step, waiting in a queue included.
-        sbatch: options for sbatch, where it is to run as a job; None: as processes from here.
+        grace_s: seconds between SIGTERM and SIGKILL; in a job, Slurm decides.
+        limit_s: seconds for an attempt's next step, including a wait in the queue.
+        sbatch: options for sbatch to run it as a job; None: as local processes.
     """
 
     command: tuple[str, ...]
@@ -59,11 +59,11 @@ class Script:
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
-    """The command as it can be run from another folder; a first word that names a script of Python
-    is run by this one.
+    """Return the command for use in another folder; if its first word is a Python script, this
+    interpreter runs it.
 
     Raises:
-        UsageError: there is no such script.
+        UsageError: the script does not exist.
     """
     script = next((word for word in command if word.endswith(".py")), None)
     if script is not None and not Path(script).is_file():
@@ -81,13 +81,13 @@ class ScriptRun(ABC):
     """A run of the script, attempt after attempt. As a context manager it leaves nothing running.
 
     Args:
-        root: made here.
-        attempts: so many can come; the first is attempt 1.
+        root: its folder, which this creates.
+        attempts: maximum number; the first is attempt 1.
         limit: how many updates each may make until :meth:`allow`; None: any number.
     """
 
     was_killed = False
-    """The attempt under way ended by SIGKILL, at the end of the grace or before."""
+    """The current attempt ended by SIGKILL, at the end of the grace or before."""
 
     def __init__(self, script: Script, root: Path, *, attempts: int, limit: int | None) -> None:
         self.script = script
@@ -110,7 +110,7 @@ class ScriptRun(ABC):
 
     @property
     def records(self) -> Path:
-        """The folder of the attempt under way."""
+        """The current attempt's folder."""
         return self.root / f"attempt{self.number}"
 
     def begin(self) -> None:
@@ -125,56 +125,56 @@ class ScriptRun(ABC):
 
     @abstractmethod
     def is_running(self) -> bool:
-        """Whether the attempt goes on, or waits to start; sets ``status`` once it does not."""
+        """Whether the attempt runs or waits to start; sets ``status`` once it does not."""
 
     @abstractmethod
     def stop(self) -> int | None:
-        """Stop the attempt as a preemption does, and let it make any number of updates until it
-        leaves; the exit status where one is known."""
+        """Stop the attempt as a preemption does, with no limit on updates until it leaves; return
+        its exit status if known."""
 
     @abstractmethod
     def end(self) -> None:
-        """Enough was seen: leave nothing running."""
+        """End the run: leave nothing running."""
 
     @abstractmethod
     def _output(self) -> Path: ...
 
     def allow(self, limit: int | None) -> None:
-        """So many updates may be made in this attempt; None: any number."""
+        """Limit the updates of this attempt; None: any number."""
         _write_limit(self.records, limit)
 
     def read(self) -> dict[int, list[Update]]:
-        """Rank -> the updates of this attempt."""
+        """Return rank -> the updates of this attempt."""
         return updates.read(self.records)
 
     def count(self) -> int:
-        """How many updates all ranks have made in this attempt."""
+        """Return how many updates all ranks have made in this attempt."""
         return self._counter.count()
 
     def wait_for(self, wanted: int) -> int:
-        """Wait until so many updates were made or the attempt has ended; how many there are.
+        """Wait for ``wanted`` updates or the end of the attempt; return their number.
 
         Raises:
             ProofError: none came for too long.
         """
-        made, moved_s = self.count(), time.monotonic()
+        count, moved_s = self.count(), time.monotonic()
         while True:
             running = self.is_running()
             now = self.count()
-            if now != made:
-                made, moved_s = now, time.monotonic()
+            if now != count:
+                count, moved_s = now, time.monotonic()
                 self.first_step_s = self.first_step_s or moved_s
-            if made >= wanted or not running:
-                return made
+            if count >= wanted or not running:
+                return count
             if time.monotonic() - moved_s > self.script.limit_s:
                 raise ProofError(
                     f"attempt {self.number} has made no step for {self.script.limit_s:g} s, and "
-                    f"{made} before. Does it hang, or take longer (--limit)? {self.last_words()}"
+                    f"{count} before. Does it hang, or take longer (--limit)? {self.last_words()}"
                 )
             time.sleep(_POLL_S)
 
     def last_words(self) -> str:
-        """The end of its output, for a message."""
+        """Return the end of its output, for a message."""
         try:
             text = read_end(self._output(), most_bytes=_TAIL_BYTES).decode(errors="replace")
         except OSError:
@@ -183,7 +183,7 @@ class ScriptRun(ABC):
         return "\n".join(["Its last words:", *(lines or ["  (it printed nothing)"])])
 
     def _environ(self, records: str) -> dict[str, str]:
-        """What the script gets on top of its environment."""
+        """Return additions to the script's environment."""
         path = [str(Path.cwd()), *filter(None, [self.script.environ.get("PYTHONPATH")])]
         return {
             PROVE_ENV: records,
@@ -196,8 +196,8 @@ class ScriptRun(ABC):
 class LocalRun(ScriptRun):
     """Processes of this machine, signalled as Slurm signals all those of a job step.
 
-    Whatever the command starts is found by the variable that it inherits, also what left its
-    session, as torchrun's workers do.
+    They are found by a variable that they inherit, even if they left its session, as torchrun's
+    workers do.
     """
 
     _process: subprocess.Popen[bytes] | None = None
@@ -250,12 +250,12 @@ class LocalRun(ScriptRun):
         self._process.wait()
 
     def _signal(self, signo: int) -> int:
-        """How many processes there were to signal."""
-        found = _processes_of(self.records)
-        for pid in found:
+        """Send a signal; return how many processes got it."""
+        processes = _processes_of(self.records)
+        for pid in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signo)
-        return len(found)
+        return len(processes)
 
 
 class JobRun(ScriptRun):
@@ -299,7 +299,7 @@ class JobRun(ScriptRun):
         return client, jobs[0]
 
     def _start(self) -> None:
-        """Slurm starts it, again behind a stop."""
+        """Do nothing: Slurm starts it, also after a stop."""
         self._runs, self._asked_s = True, 0.0
 
     def _output(self) -> Path:
@@ -325,7 +325,7 @@ class JobRun(ScriptRun):
         return None
 
     def _is_requeued(self, job: Job) -> bool:
-        self.allow(self.count() + 1)  # nobody knows when the signal reaches it: step by step
+        self.allow(self.count() + 1)  # the signal may arrive at any time: step by step
         return job.restart_count >= self.number and _has_left(job)
 
     def end(self) -> None:
@@ -335,7 +335,7 @@ class JobRun(ScriptRun):
         self._wait_until(_has_left)
 
     def _wait_until(self, is_so: Callable[[Job], bool]) -> None:
-        """Slurm counts a restart, and calls a job ended, while its processes still write."""
+        """Wait for Slurm's state, which counts a restart or an end while processes still write."""
         give_up_s = time.monotonic() + self.script.limit_s
         while not is_so(job := self._client.job(self._job.job_id)):
             if time.monotonic() > give_up_s:
@@ -351,13 +351,13 @@ def _has_left(job: Job) -> bool:
 
 
 def new_run(script: Script, root: Path, *, attempts: int, limit: int | None) -> ScriptRun:
-    """A run of the script from here, or as a job where options for sbatch were given."""
+    """Create a local run of the script, or a job if there are options for sbatch."""
     kind = LocalRun if script.sbatch is None else JobRun
     return kind(script, root, attempts=attempts, limit=limit)
 
 
 def _fill(work: Path, links: Sequence[str]) -> None:
-    """An empty folder but for copies of the files of the current one, and the links."""
+    """Fill a folder with copies of the current one's files, and the links."""
     work.mkdir(parents=True)
     here = Path.cwd()
     for path in here.iterdir():
@@ -380,10 +380,10 @@ def _write_limit(folder: Path, limit: int | None) -> None:
 
 
 def _processes_of(records: Path) -> list[int]:
-    """Own processes that were started to write there."""
-    found = []
+    """Return our own processes that were started to write there."""
+    processes = []
     for pid in pids():
-        with contextlib.suppress(OSError):  # it has just gone, or is somebody else's
+        with contextlib.suppress(OSError):  # it just ended, or is another user's
             if environ_of(pid).get(PROVE_ENV) == str(records):
-                found.append(pid)
-    return found
+                processes.append(pid)
+    return processes

@@ -1,8 +1,8 @@
-"""What differs between a run that was left alone and one that was stopped, and the likely cause.
+"""Compare a stopped run with an undisturbed one: the first difference, and its likely cause.
 
 Pure: lists of :class:`Update` in, findings out. Each attempt of the stopped run is first placed
-within the whole one by the weights that it begins with: that tells which steps were repeated or
-left out, whatever the script counts itself.
+within the undisturbed run by its initial weights. That shows which steps were repeated or left out,
+whatever the script itself counts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hydroslurm.prove.updates import Update
 
 _MOST_NAMES = 3
 _MOST_AHEAD = 8
-"""So many steps a loader's position may be wrong by; what is farther away is of another order."""
+"""How far a loader's position may be off, in steps; anything farther is another order."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that is not as in the undisturbed run.
+    """The first deviation from the undisturbed run.
 
     Attributes:
         rank, attempt: where; attempts are counted from 1.
         step: the optimizer step of the undisturbed run, counted from 1.
-        what: what was seen, and what the undisturbed run has there.
-        cause: the likely cause, and what to do.
+        what: both runs' values.
+        cause: the likely cause, and the fix.
     """
 
     rank: int
@@ -43,13 +43,13 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What came of it for one rank or for all.
+    """Result for one or all ranks.
 
     Attributes:
-        compared: updates of the stopped run that were compared.
-        repeated: updates that were trained again, for an attempt began before the last one's end.
+        compared: compared updates of the stopped run.
+        repeated: updates trained again, as an attempt began before the last one's end.
         left_out: updates that no attempt trained.
-        differences: the first of each attempt.
+        differences: the first one of each attempt.
     """
 
     compared: int = 0
@@ -70,7 +70,7 @@ def compare(
     steps: int,
     generators: Collection[str],
 ) -> Comparison:
-    """Compare the first ``steps`` updates, rank by rank; the earliest difference comes first.
+    """Compare the first ``steps`` updates, rank by rank; sort the differences by attempt.
 
     Args:
         generators: those whose state counts, see :func:`seeded_generators`.
@@ -78,24 +78,24 @@ def compare(
     result = Comparison()
     for rank, attempts in stopped.items():
         if rank in whole:
-            right = [_only(one, generators) for one in whole[rank][:steps]]
-            mine = [[_only(one, generators) for one in attempt] for attempt in attempts]
-            _compare_rank(rank, right, mine, result)
-    result.differences.sort(key=lambda one: (one.attempt, one.step, one.rank))
+            want = [_only(update, generators) for update in whole[rank][:steps]]
+            got = [[_only(update, generators) for update in attempt] for attempt in attempts]
+            _compare_rank(rank, want, got, result)
+    result.differences.sort(key=lambda d: (d.attempt, d.step, d.rank))
     return result
 
 
 def seeded_generators(
     one: Mapping[int, Sequence[Update]], other: Mapping[int, Sequence[Update]]
 ) -> set[str]:
-    """The generators that are alike in two undisturbed runs. One that nobody seeds, such as NumPy's
-    in a script that does not use it, is another in every process."""
+    """Return the generators that are equal in two undisturbed runs. An unseeded one, such as an
+    unused NumPy's, differs in every process."""
     pairs = [
-        (mine.rng, right.rng)
+        (got.rng, want.rng)
         for rank in one.keys() & other.keys()
-        for mine, right in zip(one[rank], other[rank], strict=False)
+        for got, want in zip(one[rank], other[rank], strict=False)
     ]
-    names = {name for mine, _ in pairs for name in mine}
+    names = {name for got, _ in pairs for name in got}
     return {name for name in names if all(a.get(name) == b.get(name) for a, b in pairs)}
 
 
@@ -117,14 +117,14 @@ def _compare_rank(
             continue
         place = place_of(updates[0], whole, expected)
         if place is None:
-            said = _unknown_start(updates[0], whole[expected])
-            result.differences.append(Difference(rank, number, expected + 1, *said))
+            reasons = _unknown_start(updates[0], whole[expected])
+            result.differences.append(Difference(rank, number, expected + 1, *reasons))
             return
         repeated += max(0, expected - place)
         left_out += max(0, place - expected)
-        for i, (mine, right) in enumerate(zip(updates, whole[place:], strict=False), place):
+        for i, (got, want) in enumerate(zip(updates, whole[place:], strict=False), place):
             result.compared += 1
-            seen = _difference(mine, right, whole, i, is_first=i == place and number > 1)
+            seen = _difference(got, want, whole, i, is_first=i == place and number > 1)
             if seen is not None:
                 result.differences.append(Difference(rank, number, i + 1, *seen))
                 break
@@ -134,23 +134,23 @@ def _compare_rank(
 
 
 def place_of(first: Update, whole: Sequence[Update], expected: int) -> int | None:
-    """The update of the whole run that begins with these weights; of several (a learning rate of 0
-    changes nothing) the nearest to the one that is next."""
+    """Return the update of the undisturbed run with these initial weights; of several (a learning
+    rate of 0 changes nothing) the one nearest to the expected."""
     same = [
         i
-        for i, one in enumerate(whole)
-        if one.optimizer == first.optimizer and one.weights == first.weights
+        for i, update in enumerate(whole)
+        if update.optimizer == first.optimizer and update.weights == first.weights
     ]
     with_state = [i for i in same if whole[i].state == first.state]
     return min(with_state or same, key=lambda i: abs(i - expected), default=None)
 
 
-def _unknown_start(mine: Update, right: Update) -> tuple[str, str]:
-    if set(mine.weights) != set(right.weights):
-        what = f"other parameters are trained: {_names(set(mine.weights) ^ set(right.weights))}"
+def _unknown_start(got: Update, want: Update) -> tuple[str, str]:
+    if set(got.weights) != set(want.weights):
+        what = f"other parameters are trained: {_names(set(got.weights) ^ set(want.weights))}"
         return what, "Does the script build another model or optimizer when it resumes?"
-    names = [name for name in right.weights if mine.weights[name] != right.weights[name]]
-    if len(names) == len(right.weights):
+    names = [name for name in want.weights if got.weights[name] != want.weights[name]]
+    if len(names) == len(want.weights):
         what = "the attempt begins with weights that the undisturbed run never had"
         cause = (
             "Was nothing loaded, and is the initialisation not seeded? Or did the attempt before "
@@ -163,18 +163,18 @@ def _unknown_start(mine: Update, right: Update) -> tuple[str, str]:
 
 
 def _difference(
-    mine: Update, right: Update, whole: Sequence[Update], i: int, *, is_first: bool
+    got: Update, want: Update, whole: Sequence[Update], i: int, *, is_first: bool
 ) -> tuple[str, str] | None:
-    """What differs in one update, in the order in which one thing leads to the next."""
-    if mine.rows != right.rows:
-        return _of_samples(mine, right, whole, i)
+    """Return the first difference within an update, in causal order."""
+    if got.rows != want.rows:
+        return _of_samples(got, want, whole, i)
     following = whole[i + 1] if i + 1 < len(whole) else None
-    seen = _of_rng(mine, right, following) or _of_tensors(mine, right)
+    seen = _of_rng(got, want, following) or _of_tensors(got, want)
     if seen is not None:
         return seen
-    if mine.losses != right.losses:
+    if got.losses != want.losses:
         return (
-            f"the loss is {_some(mine.losses)} and not {_some(right.losses)}, from the same "
+            f"the loss is {_some(got.losses)} and not {_some(want.losses)}, from the same "
             "samples, weights and random numbers",
             "Something that is neither a parameter nor a buffer differs: an attribute that counts "
             "steps, an augmentation in the training loop, a loss scale. Give it a state_dict and "
@@ -182,9 +182,9 @@ def _difference(
             if is_first
             else "Is an operator not deterministic (torch.use_deterministic_algorithms)?",
         )
-    if mine.weights != right.weights or mine.after != right.after:
-        of = mine.weights != right.weights
-        ours, theirs = (mine.weights, right.weights) if of else (mine.after, right.after)
+    if got.weights != want.weights or got.after != want.after:
+        of = got.weights != want.weights
+        ours, theirs = (got.weights, want.weights) if of else (got.after, want.after)
         names = _names([name for name in theirs if ours.get(name) != theirs[name]])
         return (
             f"the step leads to other values of {names}, from the same loss",
@@ -195,19 +195,19 @@ def _difference(
     return None
 
 
-def _of_samples(mine: Update, right: Update, whole: Sequence[Update], i: int) -> tuple[str, str]:
-    ours, theirs = _flat(mine.rows), _flat(right.rows)
-    seen = f"samples {_samples(mine)} were trained on; the undisturbed run has {_samples(right)}"
-    if len(mine.rows) != len(right.rows) and ours == theirs[: len(ours)]:
-        forwards = plural(len(mine.rows), "forward")
+def _of_samples(got: Update, want: Update, whole: Sequence[Update], i: int) -> tuple[str, str]:
+    ours, theirs = _flat(got.rows), _flat(want.rows)
+    seen = f"samples {_samples(got)} were trained on; the undisturbed run has {_samples(want)}"
+    if len(got.rows) != len(want.rows) and ours == theirs[: len(ours)]:
+        forwards = plural(len(got.rows), "forward")
         return (
-            f"the step was made of {forwards} instead of {len(right.rows)}",
+            f"the step was made of {forwards} instead of {len(want.rows)}",
             "The stop came in the middle of gradient accumulation: save only behind a complete "
             "optimizer step",
         )
-    if mine.samples == right.samples and all(n is not None for one in mine.samples for n in one):
+    if got.samples == want.samples and all(n is not None for row in got.samples for n in row):
         return (
-            f"samples {_samples(mine)} are those of the undisturbed run, with other values",
+            f"samples {_samples(got)} are those of the undisturbed run, with other values",
             "The random numbers that change them (augmentation) are not restored: those of the "
             "DataLoader's workers come from its base seed, drawn when the iterator is made",
         )
@@ -237,7 +237,7 @@ def _of_samples(mine: Update, right: Update, whole: Sequence[Update], i: int) ->
                 "Batches that were fetched ahead are part of the state: count what was trained on, "
                 "not what the loader gave out",
             )
-    known = {row for one in whole for row in _flat(one.rows)}
+    known = {row for update in whole for row in _flat(update.rows)}
     if not set(ours) & known:
         return (
             f"{seen}, and none of these is in the recorded steps of the undisturbed run",
@@ -253,12 +253,12 @@ def _of_samples(mine: Update, right: Update, whole: Sequence[Update], i: int) ->
 
 
 def _same_of_another_epoch(ours: tuple[str, ...], whole: Sequence[Update], i: int) -> int | None:
-    """The step that was trained on these, at the place in its epoch that step ``i`` has in its own:
-    an epoch is what came from one iterator of a loader."""
+    """Return the step that was trained on these samples at the same place in another epoch; an
+    epoch is one iterator of a loader."""
     begins: dict[int, int] = {}
-    for j, one in enumerate(whole):
-        if one.iterator is not None:
-            begins.setdefault(one.iterator, j)
+    for j, update in enumerate(whole):
+        if update.iterator is not None:
+            begins.setdefault(update.iterator, j)
     own = whole[i].iterator
     if own is None:
         return None
@@ -270,12 +270,12 @@ def _same_of_another_epoch(ours: tuple[str, ...], whole: Sequence[Update], i: in
     return None
 
 
-def _of_rng(mine: Update, right: Update, following: Update | None) -> tuple[str, str] | None:
-    names = [name for name in right.rng if mine.rng.get(name, right.rng[name]) != right.rng[name]]
+def _of_rng(got: Update, want: Update, following: Update | None) -> tuple[str, str] | None:
+    names = [name for name in want.rng if got.rng.get(name, want.rng[name]) != want.rng[name]]
     if not names:
         return None
     what = f"the random numbers of {_names(names)} are others when the step begins"
-    if following is not None and all(mine.rng[n] == following.rng.get(n) for n in names):
+    if following is not None and all(got.rng[n] == following.rng.get(n) for n in names):
         return (
             f"{what}: those of the step that follows",
             "The state was saved in the middle of a step, behind its forward and before its "
@@ -288,35 +288,35 @@ def _of_rng(mine: Update, right: Update, following: Update | None) -> tuple[str,
     )
 
 
-def _of_tensors(mine: Update, right: Update) -> tuple[str, str] | None:
-    names = [n for n in right.buffers if mine.buffers.get(n) != right.buffers[n]]
+def _of_tensors(got: Update, want: Update) -> tuple[str, str] | None:
+    names = [n for n in want.buffers if got.buffers.get(n) != want.buffers[n]]
     if names:
         return (
             f"buffers differ: {_names(names)}",
             "Running statistics are part of the model's state_dict unless they are registered with "
             "persistent=False",
         )
-    names = [n for n in {**right.state, **mine.state} if mine.state.get(n) != right.state.get(n)]
+    names = [n for n in {**want.state, **got.state} if got.state.get(n) != want.state.get(n)]
     if names:
-        lost = " and is empty" if right.state and not mine.state else ""
+        lost = " and is empty" if want.state and not got.state else ""
         return (
-            f"the state of optimizer {mine.optimizer + 1} differs{lost}: {_names(names)}",
+            f"the state of optimizer {got.optimizer + 1} differs{lost}: {_names(names)}",
             "Is this optimizer part of what the script saves, and loaded before the first step?",
         )
-    if mine.lr != right.lr:
+    if got.lr != want.lr:
         return (
-            f"the learning rate is {_some(mine.lr)} and not {_some(right.lr)}",
+            f"the learning rate is {_some(got.lr)} and not {_some(want.lr)}",
             "The scheduler is not part of what the script saves, or steps at another place",
         )
     return None
 
 
 def _flat(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(row for one in rows for row in one)
+    return tuple(row for forward in rows for row in forward)
 
 
 def _samples(update: Update) -> str:
-    known = [n for one in update.samples for n in one]
+    known = [n for forward in update.samples for n in forward]
     if any(n is not None for n in known):
         return _some([("?" if n is None else str(n)) for n in known])
     return _some(_flat(update.rows))
@@ -334,5 +334,5 @@ def _names(names: Sequence[str] | set[str]) -> str:
 
 
 def plural(number: int, what: str) -> str:
-    """``1 step``, ``2 steps``."""
+    """Format as ``1 step``, ``2 steps``."""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The pytest fixture ``preemptible_training``, there wherever hydroslurm is installed:
+"""The pytest fixture ``preemptible_training``, available wherever hydroslurm is installed:
 
 def test_resume(preemptible_training):
     preemptible_training("train.py", "--epochs", "2", steps=60, stops=3)
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def preemptible_training(tmp_path: Path) -> Callable[..., Proof]:
-    """Run a script as ``hydroslurm prove`` does, and fail the test where the stopped run is not the
-    undisturbed one. Takes the words of the command, and ``steps``, ``stops``, ``seed``, ``links``,
-    ``preempt`` (``requeue`` or ``off``), ``grace_s`` and ``limit_s`` by name."""
+    """Run a script as ``hydroslurm prove`` does; fail the test if the stopped run differs from the
+    undisturbed one. Takes the command's words, and by name ``steps``, ``stops``, ``seed``,
+    ``links``, ``preempt`` (``requeue`` or ``off``), ``grace_s`` and ``limit_s``."""
     from hydroslurm.prove.attempts import Script, runnable
     from hydroslurm.prove.trial import prove
 

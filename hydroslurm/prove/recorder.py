@@ -1,9 +1,9 @@
-"""Within the script that is put to the proof: write down each optimizer step.
+"""Records each optimizer step, within the script under test.
 
-It hooks what every PyTorch training goes through, whatever framework drives it: the outermost
-forward of a module in training mode (samples, random numbers), ``torch.autograd.backward`` (the
-loss), ``Optimizer.step`` (weights, the optimizer's state, learning rates) and the DataLoader's
-iterator (which samples a batch was made of). It draws no random number and changes no tensor.
+It hooks what every PyTorch training uses, whatever framework drives it: the outermost forward of a
+module in training mode (samples, random numbers), ``torch.autograd.backward`` (the loss),
+``Optimizer.step`` (weights, the optimizer's state, learning rates) and the DataLoader's iterator
+(a batch's samples). It draws no random number and changes no tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_KNOWN_ROWS = 1 << 20
 
 
 class Recorder:
-    """Collects what belongs to a step, and writes it when the step is complete."""
+    """Collects the parts of a step, and writes it when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,10 +55,10 @@ class Recorder:
     def _clear(self) -> None:
         self._forwards: list[tuple[dict[str, str], tuple[str, ...]]] = []
         self._losses: list[str] = []
-        self._used = 0  # forwards that a backward has followed
+        self._used = 0  # forwards that were followed by a backward
 
     def hook(self) -> None:
-        """Put all hooks in place, for good."""
+        """Install all hooks, for good."""
         register_optimizer_step_pre_hook(self._begin_step)
         register_optimizer_step_post_hook(self._end_step)
         call = torch.nn.Module.__call__
@@ -96,7 +96,7 @@ class Recorder:
         owner.zero_grad = functools.wraps(zero_grad)(seen_zero_grad)
 
     def _hook_loader(self) -> None:
-        """Batches come in the order in which the sampler was asked for them."""
+        """Hook iterators; batches come in the order in which the sampler was asked."""
         base: Any = dataloader._BaseDataLoaderIter
         next_index, next_batch = base._next_index, base.__next__
         recorder = self
@@ -132,9 +132,9 @@ class Recorder:
     def _see_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or self._pid != os.getpid():
             return
-        # a wrapper may be left in evaluation: Lightning's validation puts back the modes of what is
-        # inside of DistributedDataParallel, and not its own
-        if not any(one.training for one in module.modules()):
+        # a wrapper may stay in evaluation mode: Lightning's validation restores the modes inside
+        # DistributedDataParallel, but not its own
+        if not any(m.training for m in module.modules()):
             return
         rows = next((_rows(tensor) for tensor in _tensors((args, kwargs))), ())
         if id(module) not in self._modules:
@@ -150,7 +150,7 @@ class Recorder:
         self._used = len(self._forwards)
 
     def _forget_gradients(self) -> None:
-        """What made them is no part of the coming step: a warm-up, or a step that was skipped."""
+        """Drop forwards that do not belong to the next step: a warm-up, or a skipped step."""
         del self._forwards[: self._used], self._losses[:]
         self._used = 0
 
@@ -191,12 +191,12 @@ class Recorder:
         self._wait_for_leave()
 
     def _wait_for_leave(self) -> None:
-        """Whoever stops the script chooses behind which step: it goes no further than allowed."""
+        """Wait until the next step is allowed, so that the stopper chooses where it stops."""
         while (text := self._limit.read_text().strip()) and self._made >= int(text):
             time.sleep(0.002)
 
     def _names(self, optimizer: Optimizer) -> dict[Place, str]:
-        """What the parameters of an optimizer are called in the modules that were seen."""
+        """Return an optimizer's parameter names in the modules seen."""
         known = {
             id(parameter): name
             for module in self._modules.values()
@@ -213,7 +213,7 @@ class Recorder:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
         line = msgspec.json.encode(update) + b"\n"
-        while line:  # a disk that is full raises: a proof with holes proves nothing
+        while line:  # a full disk raises: a proof with gaps proves nothing
             line = line[os.write(self._fd, line) :]
 
 
@@ -227,15 +227,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _rows(tensor: torch.Tensor) -> tuple[str, ...]:
-    """One CRC per sample."""
+    """Return one CRC per sample."""
     return tuple(map(_crc, tensor.detach())) if tensor.dim() else (_crc(tensor),)
 
 
@@ -249,7 +249,7 @@ def _crc(tensor: torch.Tensor) -> str:
 
 
 Place: TypeAlias = tuple[int, int]
-"""Of a parameter: its group in the optimizer, and where it stands in that."""
+"""Of a parameter: its group in the optimizer, and its index in that."""
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[tuple[Place, torch.Tensor]]:
@@ -279,15 +279,15 @@ def _buffers(module: torch.nn.Module) -> dict[str, str]:
 
 
 def _generators() -> dict[str, str]:
-    """What the next random number of each generator depends on. Reading it draws none."""
-    found = {
+    """Return what each generator's next random number depends on. Draws none."""
+    states = {
         "torch": _crc(torch.get_rng_state()),
         "random": f"{zlib.crc32(repr(random.getstate()).encode()):08x}",
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         _, keys, *rest = numpy.random.get_state()
-        found["numpy"] = f"{zlib.crc32(repr(rest).encode(), zlib.crc32(keys)):08x}"
+        states["numpy"] = f"{zlib.crc32(repr(rest).encode(), zlib.crc32(keys)):08x}"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = _crc(torch.cuda.get_rng_state())
-    return found
+        states["cuda"] = _crc(torch.cuda.get_rng_state())
+    return states

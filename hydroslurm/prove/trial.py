@@ -1,4 +1,4 @@
-"""Run a script whole, whole again and stopped, and compare."""
+"""Run a script undisturbed, undisturbed again, and stopped; compare the runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from hydroslurm.prove.updates import Update
 
 Notice = Callable[[str], None]
 _AHEAD = 1
-"""So many steps may be made while the signal is on its way: a quick script would make dozens."""
+"""Steps allowed while the signal is on its way: a quick script would make dozens."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop: the step that was complete, and the exit status of the command (None: Slurm knows
-    it).
+    """One stop: the completed step, and the command's exit status (None: only Slurm knows it).
 
     Attributes:
-        was_killed: it ended by SIGKILL, such as one that has not left at the end of the grace.
+        was_killed: it ended by SIGKILL, for example because it did not leave within the grace.
     """
 
     step: int
@@ -34,13 +33,13 @@ class Stop:
 
 @dataclass
 class Proof:
-    """What came of it.
+    """Result of the comparison.
 
     Attributes:
-        control: the undisturbed run against itself.
-        steps: those that were compared; fewer than wanted if the script ends before.
-        result: the stopped run against the undisturbed one; None where the control differs.
-        stops: those that were made.
+        control: one undisturbed run against the other.
+        steps: compared steps; fewer than wanted if the script ends before.
+        result: the stopped run against the undisturbed one; None if the control differs.
+        stops: the stops made.
     """
 
     control: Comparison
@@ -50,18 +49,18 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the stopped run trained the same bits, each step once, behind a stop at least."""
+        """Whether it trained the same bits, each step once, after at least one stop."""
         is_equal = self.control.is_equal and self.result is not None and self.result.is_equal
         return is_equal and bool(self.stops_within)
 
     @property
     def stops_within(self) -> list[Stop]:
-        """Those that show something: the command has left in time, and a step was compared after
-        it. A quick script is stopped later than was meant."""
+        """Stops that prove something: the command left in time, and a later step was compared. A
+        quick script is stopped later than intended."""
         return [stop for stop in self.stops if stop.step < self.steps and not stop.was_killed]
 
     def __str__(self) -> str:
-        """The verdict, for a person: what differs first and why, then one line that sums it up."""
+        """Return the verdict: the first difference and its cause, then a summary in one line."""
         if not self.control.is_equal or self.result is None:
             return (
                 "not deterministic: two undisturbed runs differ, so that nothing can be said about "
@@ -69,7 +68,7 @@ class Proof:
                 "Seed everything (torch.manual_seed, random, numpy, the sampler's generator), and "
                 "use torch.use_deterministic_algorithms(True)"
             )
-        lines = [f"differs first at {one}" for one in self.result.differences[:1]]
+        lines = [f"differs first at {difference}" for difference in self.result.differences[:1]]
         for number, what in (
             (self.result.repeated, "trained again"),
             (self.result.left_out, "never trained"),
@@ -108,17 +107,17 @@ def prove(
     seed: int = 0,
     notice: Notice = lambda _: None,
 ) -> Proof:
-    """Is a stopped run of the script the same as an undisturbed one?
+    """Test whether a stopped run of the script equals an undisturbed one.
 
     Args:
         folder: where all runs work and write.
         steps: optimizer steps to compare.
-        stops: how often to stop within them.
-        seed: chooses where.
+        stops: number of stops within them.
+        seed: chooses the places.
         notice: called with one line per event.
 
     Raises:
-        UsageError: an argument that leaves nothing to compare.
+        UsageError: the arguments leave nothing to compare.
         ProofError: the script failed, hung, or trained nothing.
     """
     if steps < 2 or not 0 < stops < steps:
@@ -148,11 +147,11 @@ def prove(
 
 
 def places(stops: int, *, latest: int, seed: int) -> list[int]:
-    """Behind which steps to stop, in order: by chance, and so far apart, where there is room, that
-    none is passed while the signal of the one before is on its way.
+    """Choose steps to stop after, in order: random, and if possible far enough apart that none is
+    passed while the previous signal is on its way.
 
     Args:
-        latest: behind it at least one step is compared.
+        latest: at least one step is compared after it.
     """
     stops = min(stops, latest)
     gap = min(_AHEAD + 2, (latest - 1) // max(1, stops - 1)) or 1
@@ -162,32 +161,32 @@ def places(stops: int, *, latest: int, seed: int) -> list[int]:
 
 
 def _whole(script: Script, root: Path, steps: int) -> tuple[dict[int, list[Update]], float]:
-    """An undisturbed run: rank -> its updates; and seconds per step."""
+    """Run undisturbed; return rank -> its updates, and seconds per step."""
     with new_run(script, root, attempts=1, limit=None) as run:
         run.begin()
-        made = run.wait_for(steps)
+        count = run.wait_for(steps)
         lasted_s = time.monotonic() - (run.first_step_s or time.monotonic())
-        if made < steps and run.status != 0:
+        if count < steps and run.status != 0:
             raise ProofError(
-                f"the script ended with status {run.status} after {made} steps, undisturbed. "
+                f"the script ended with status {run.status} after {count} steps, undisturbed. "
                 f"{run.last_words()}"
             )
-        if not made:
+        if not count:
             raise ProofError(
                 "the script ended without an optimizer step that could be seen. Is hydroslurm "
                 "installed in the Python that it runs, and does it train with torch.optim? "
                 f"{run.last_words()}"
             )
-    return run.read(), lasted_s / made
+    return run.read(), lasted_s / count
 
 
 @dataclass
 class _Stopped:
-    """The run that is stopped and started again, until it has made all steps.
+    """The run that is stopped and restarted until it has made all steps.
 
     Attributes:
-        whole: the updates of the undisturbed one. left: steps to stop behind. step_s: of one step.
-        reached: steps that are made. stops: that were made.
+        whole: updates of the undisturbed run. left: steps to stop after. step_s: of one step.
+        reached: steps made. stops: stops made.
     """
 
     run: ScriptRun
@@ -199,28 +198,28 @@ class _Stopped:
     stops: list[Stop] = field(default_factory=list)
 
     def attempts(self, chance: random.Random) -> dict[int, list[list[Update]]]:
-        """Rank -> the updates of each attempt."""
-        found: dict[int, list[list[Update]]] = {}
+        """Return rank -> the updates of each attempt."""
+        updates_of: dict[int, list[list[Update]]] = {}
         goes_on = True
         while goes_on:
             self.run.begin()
             goes_on = self._attempt(chance)
-            for rank, made in self.run.read().items():
-                found.setdefault(rank, []).append(made)
-        return found
+            for rank, updates in self.run.read().items():
+                updates_of.setdefault(rank, []).append(updates)
+        return updates_of
 
     def _attempt(self, chance: random.Random) -> bool:
-        """One attempt, up to its stop or the end; whether another is to follow."""
+        """Run one attempt up to its stop or the end; return whether another follows."""
         run, steps = self.run, len(self.whole)
         if not run.wait_for(1):
             if run.status == 0 and self.reached >= steps - 1:
-                return False  # it was stopped behind its last step
+                return False  # it was stopped after its last step
             raise ProofError(
                 f"attempt {run.number} ended with status {run.status} before its first step. "
                 f"{run.last_words()}"
             )
-        mine = run.read()
-        place = place_of(mine[min(mine)][0], self.whole, self.reached)
+        updates = run.read()
+        place = place_of(updates[min(updates)][0], self.whole, self.reached)
         begins = self.reached if place is None else place
         if begins != self.reached:
             self.notice(
@@ -229,11 +228,11 @@ class _Stopped:
         self.left = [step for step in self.left if step > begins]
         target = self.left.pop(0) if self.left else steps
         run.allow(target - begins)
-        made = run.wait_for(target - begins)
+        n = run.wait_for(target - begins)
         if target == steps or not run.is_running():
             if run.status not in (None, 0):
                 raise ProofError(
-                    f"attempt {run.number} ended with status {run.status} at step {begins + made}, "
+                    f"attempt {run.number} ended with status {run.status} at step {begins + n}, "
                     f"without having been stopped. {run.last_words()}"
                 )
             return False

@@ -1,6 +1,6 @@
-"""What is recorded of one optimizer step, and the files that it is kept in: one line of JSON each.
+"""The record of one optimizer step, kept in files of one JSON line each.
 
-The recorder within the script writes them, the comparison reads them, and neither knows the other.
+The recorder in the script writes them, the comparison reads them; neither knows the other.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ PROVE_ENV = "HYDROSLURM_PROVE"
 """Environment variable: the folder to write to; without it nothing is recorded."""
 
 RESTART = "%r"
-"""In that folder's name: the number of the attempt, by Slurm's count of restarts."""
+"""Number of the attempt in that folder's name, by Slurm's count of restarts."""
 LIMIT_FILE = "limit"
-"""In that folder: how many updates a process may make before it waits for a higher number; without
-it, or where it is empty, any number."""
+"""File in that folder: how many updates a process may make before it waits for a higher number;
+missing or empty: any number."""
 
 _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"rank(\d+)\.pid\d+\.jsonl")
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One call of an optimizer's ``step``. Tensors are given by the CRC of their bytes.
+    """One call of an optimizer's ``step``. Tensors are represented by a CRC of their bytes.
 
     Attributes:
-        optimizer: which, counted in the order of their first steps.
+        optimizer: its index, in the order of first steps.
         weights: name of each parameter of that optimizer -> its value before the step.
-        after: the same behind it.
-        buffers: those of the modules that were trained, before the step.
+        after: the same after it.
+        buffers: those of the trained modules, before the step.
         state: name of a parameter and of its entry in the optimizer -> value before the step.
         lr: learning rate of each group.
-        rng: generator -> its state before the first forward that belongs to this step.
-        rows: of each forward, one CRC per sample.
-        samples: the same as indices into the dataset, None for a row that no DataLoader gave.
-        losses: what ``backward`` was called on.
-        iterator: which of the DataLoaders' iterators, counted in the order in which they gave their
-            first batch, the first sample came from; None if from none.
+        rng: generator -> its state before the first forward of this step.
+        rows: for each forward, one CRC per sample.
+        samples: the same as indices into the dataset; None for rows not from a DataLoader.
+        losses: tensors that ``backward`` was called on.
+        iterator: index of the first sample's DataLoader iterator, in the order of their first
+            batches; None if from none.
     """
 
     optimizer: int
@@ -60,7 +60,7 @@ _decoder = msgspec.json.Decoder(Update)
 
 
 def file_of(environ: Mapping[str, str]) -> Path:
-    """Where this process writes; PROVE_ENV is set."""
+    """Return the file of this process; PROVE_ENV is set."""
     rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
     attempt = int(environ.get("SLURM_RESTART_COUNT") or 0) + 1
     folder = environ[PROVE_ENV].replace(RESTART, str(attempt))
@@ -68,14 +68,14 @@ def file_of(environ: Mapping[str, str]) -> Path:
 
 
 class Counter:
-    """Counts the updates in a folder while they are written; reads only what is new."""
+    """Counts a folder's updates while they are written; reads only what is new."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: dict[Path, tuple[int, int]] = {}
 
     def count(self) -> int:
-        """How many updates every rank has written that has written any."""
+        """Return how many updates every rank has written, of those that wrote any."""
         for path in self._folder.glob("rank*.jsonl"):
             offset, lines = self._seen.get(path, (0, 0))
             with path.open("rb") as file:
@@ -87,15 +87,15 @@ class Counter:
 
 
 def read(folder: Path) -> dict[int, list[Update]]:
-    """All that the processes of one attempt have written: rank -> its updates.
+    """Return all updates of one attempt: rank -> its updates.
 
-    Of several processes with one rank the one with most updates counts. A line that was cut short
-    by a kill is left out.
+    Of several processes with one rank the one with most updates counts. Lines cut short by a kill
+    are skipped.
     """
-    found: dict[int, list[Update]] = {}
+    updates_of: dict[int, list[Update]] = {}
     for path in folder.glob("rank*.jsonl"):
         if (match := _NAME.fullmatch(path.name)) is not None:
             whole, _, _ = path.read_bytes().rpartition(b"\n")
             updates = _decoder.decode_lines(whole)
-            found[int(match[1])] = max(found.get(int(match[1]), []), updates, key=len)
-    return dict(sorted(found.items()))
+            updates_of[int(match[1])] = max(updates_of.get(int(match[1]), []), updates, key=len)
+    return dict(sorted(updates_of.items()))
