@@ -3,54 +3,54 @@
     HydroslurmError (RuntimeError)
     |-- GateError                  the gate could not be built, loaded or trusted
     |   |-- NoCompiler             no C++ compiler, and no prebuilt gate
-    |   `-- GateSelfTestFailed     it loads, but does not hold operators of this torch
-    |-- InstallError               pausing could not be set up in this process
-    |   |-- AlreadyInstalled       a second install() in one process
+    |-- GateError                  the gate could not be built, loaded or trusted
+    |   |-- NoCompiler             no C++ compiler, and no prebuilt gate
+    |   `-- GateSelfTestFailed     it loads, but does not hold this torch's operators
     |   |-- NotInstalled           pause(), resume() ... before install()
     |   `-- TorchMissing           torch cannot be imported
-    |-- AckTimeout                 a signal was sent, the rank did not answer in time
+    |-- AckTimeout                 a rank did not answer a signal in time
     |-- VacateError                device memory could not be moved, or not in time
     |-- TargetError                the process to signal is gone, or would die of the signal
     |-- SlurmError                 Slurm refused, or could not be asked
     |   |-- SlurmMissing           no Slurm programs or no slurm.conf on this machine
     |   |-- ControllerUnreachable  slurmctld did not answer, retries included
-    |   |-- SlurmTimeout           a Slurm program ran longer than its time-out
-    |   |-- NoSuchJob              unknown to slurmctld (and to sacct, where that was asked)
+    |   |-- SlurmTimeout           a Slurm program exceeded its timeout
+    |   |-- NoSuchJob              unknown to slurmctld (and to sacct, if asked)
     |   |-- NotPermitted           this user may not do that
     |   |-- WrongJobState          suspend of a pending job, requeue of an srun allocation ...
-    |   `-- UnreadableOutput       Slurm printed what no known release prints
+    |   `-- UnreadableOutput       Slurm's output matches no known release
     |-- SpankError                 the plugin for --preempt cannot be built or installed
-    |-- SpecError                  a job spec that is none: what, where, what to write instead
+    |-- SpecError                  an invalid job spec: what, where, what to write instead
     |-- LaunchError                a job could not be submitted
     |   `-- MaybeSubmitted         and Slurm has it, or may have it
-    |-- RunFolderError             a run folder that is not one, or that cannot be written
-    |-- UntrustedFile              somebody else owns it, or could write it
+    |-- RunFolderError             not a run folder, or one that cannot be written
+    |-- UntrustedFile              another user owns it, or could write it
     |-- CheckpointError            a checkpoint could not be written, found, trusted or applied
-    |   |-- CheckpointMissing      there is none that is committed
-    |   |-- CheckpointCorrupt      a file of it is gone, cut off or changed
-    |   |-- CheckpointTooNew       of a newer hydroslurm, in a form that this one cannot read
-    |   |-- CheckpointTooOld       of an older hydroslurm, in a form that is not read any more
+    |   |-- CheckpointMissing      none is committed
+    |   |-- CheckpointCorrupt      one of its files is missing, cut off or changed
+    |   |-- CheckpointTooNew       written by a newer hydroslurm, unreadable for this one
+    |   |-- CheckpointTooOld       written by an older hydroslurm, in a form no longer read
     |   |-- StateMismatch          of other classes: names the keys that differ
-    |   |-- UnsavableState         only pickling could save what it holds
-    |   |-- SaveFailed             disk full ...; what was committed before is whole
+    |   |-- UnsavableState         it holds something only pickle could save
+    |   |-- SaveFailed             disk full ...; earlier checkpoints are intact
     |   `-- SaveAbandoned          given up on purpose, for one that can still be in time
-    |-- RecordError                a file of records is none, or is cut off or changed
+    |-- RecordError                not a file of records, or cut off or changed
     |-- RanksError                 the ranks of a job could not do something together
-    |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
-    |   |-- NoSecret               nothing that they could prove their identity with
+    |   |-- AgreementFailed        a rank is gone or has given up; the same on all ranks
+    |   |-- NoSecret               nothing to prove their identity with
     |   |-- ReductionFailed        gradients could not be summed on the host: a rank has died ...
-    |   |-- StaleRank              of an earlier attempt, or in this one a second time
-    |   `-- CoordinatorLost        what connects the ranks has ended, or was never reached
-    |-- ProfileError               a report of nsys that is none, or that cannot be read
-    |   `-- NsysMissing            it has to be exported first, and there is no nsys here
+    |   |-- StaleRank              of an earlier attempt, or joined twice in this one
+    |   `-- CoordinatorLost        the process that connects the ranks is gone or unreachable
+    |-- ProfileError               not an nsys report, or unreadable
+    |   `-- NsysMissing            a report must be exported first, and there is no nsys here
     |-- RunEnded                   a budget is spent, or attempts pass without progress
     |-- StaleAttempt               a newer attempt of the run holds its folder, or its job
-    |-- ProofError                 a script to be proved failed, hung, or trains nothing
+    |-- ProofError                 the script under test failed, hung, or trains nothing
     `-- ClusterError               the dev cluster could not be started, reached or stopped
     UsageError (ValueError)        the caller's own mistake: a wrong argument or value
 
-Messages give the value that was seen, the value that was wanted, and the next step. Only
-``hydroslurm.cli`` prints them and turns them into an exit status.
+Messages say what was seen, what was wanted, and the next step. Only ``hydroslurm.cli`` prints them
+and turns them into an exit status.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class NoCompiler(GateError):
 
 
 class GateSelfTestFailed(GateError):
-    """The gate loads, but does not hold the operators of the torch that is installed."""
+    """The gate loads, but does not hold the installed torch's operators."""
 
 
 class InstallError(HydroslurmError):
-    """Pausing could not be set up in this process; nothing of it was left behind."""
+    """Pausing could not be set up in this process; everything was undone."""
 
 
 class AlreadyInstalled(InstallError):
@@ -85,7 +85,7 @@ class AlreadyInstalled(InstallError):
 
 
 class NotInstalled(InstallError):
-    """Pausing was asked for in a process where nothing is installed."""
+    """Pausing was requested in a process where nothing is installed."""
 
 
 class TorchMissing(InstallError):
@@ -101,7 +101,7 @@ class VacateError(HydroslurmError):
 
 
 class TargetError(HydroslurmError):
-    """The process to be signalled is gone, is not ours, or would die of the signal."""
+    """The process to signal is gone, is not ours, or would die of the signal."""
 
 
 class SlurmError(HydroslurmError):
@@ -117,7 +117,7 @@ class ControllerUnreachable(SlurmError):
 
 
 class SlurmTimeout(SlurmError):
-    """A Slurm program ran longer than its time-out and was ended."""
+    """A Slurm program exceeded its timeout and was ended."""
 
 
 class NoSuchJob(SlurmError):
@@ -129,7 +129,7 @@ class NotPermitted(SlurmError):
 
 
 class WrongJobState(SlurmError):
-    """The job is not in a state, or not of a kind, for which the request makes sense."""
+    """The job is in a state, or of a kind, that does not allow the request."""
 
 
 class UnreadableOutput(SlurmError):
@@ -137,11 +137,11 @@ class UnreadableOutput(SlurmError):
 
 
 class SpankError(HydroslurmError):
-    """Slurm's plugin for ``--preempt`` could not be built, installed or taken away."""
+    """Slurm's plugin for ``--preempt`` could not be built, installed or removed."""
 
 
 class SpecError(HydroslurmError):
-    """A job spec cannot be read or is not one; the message has a line for each problem."""
+    """A job spec is unreadable or invalid; the message has a line for each problem."""
 
 
 class LaunchError(HydroslurmError):
@@ -149,8 +149,8 @@ class LaunchError(HydroslurmError):
 
 
 class MaybeSubmitted(LaunchError):
-    """A submission failed, and Slurm has the job, or may have it; the message says which one it is,
-    or how to look."""
+    """A submission failed, and Slurm has the job, or may have it; the message says which one, or
+    how to look."""
 
 
 class RunFolderError(HydroslurmError):
@@ -158,7 +158,7 @@ class RunFolderError(HydroslurmError):
 
 
 class UntrustedFile(HydroslurmError):
-    """A file or folder that was to be obeyed belongs to somebody else, or others could write it."""
+    """Another user owns a file or folder that would be obeyed, or could write it."""
 
 
 class CheckpointError(HydroslurmError):
@@ -166,19 +166,19 @@ class CheckpointError(HydroslurmError):
 
 
 class CheckpointMissing(CheckpointError):
-    """There is no committed checkpoint where one was asked for."""
+    """There is no committed checkpoint where one was requested."""
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A file of a committed checkpoint is gone, cut off, or not what was written."""
+    """A file of a committed checkpoint is missing, cut off or changed."""
 
 
 class CheckpointTooNew(CheckpointError):
-    """The checkpoint was written by a newer hydroslurm in a form that this one cannot read."""
+    """A newer hydroslurm wrote the checkpoint in a form that this one cannot read."""
 
 
 class CheckpointTooOld(CheckpointError):
-    """The checkpoint was written by an older hydroslurm in a form that is not read any more."""
+    """An older hydroslurm wrote the checkpoint in a form that is no longer read."""
 
 
 class StateMismatch(CheckpointError):
@@ -186,11 +186,11 @@ class StateMismatch(CheckpointError):
 
 
 class UnsavableState(CheckpointError):
-    """The state holds an object that could be saved by pickling only, which is never done."""
+    """The state holds an object that only pickle could save, which is never used."""
 
 
 class SaveFailed(CheckpointError):
-    """A save failed on the way to its commit; what was committed before is whole."""
+    """A save failed before its commit; earlier checkpoints are intact."""
 
 
 class SaveAbandoned(CheckpointError):
@@ -198,7 +198,7 @@ class SaveAbandoned(CheckpointError):
 
 
 class RecordError(HydroslurmError):
-    """A file of records cannot be read as one; the message names the file and the record."""
+    """A file of records is unreadable; the message names the file and the record."""
 
 
 class RanksError(HydroslurmError):
@@ -206,11 +206,11 @@ class RanksError(HydroslurmError):
 
 
 class AgreementFailed(RanksError):
-    """Not all ranks took part in an agreement. Every rank that did is told the same.
+    """Not all ranks took part in an agreement. The error is the same on all that did.
 
     Attributes:
         missing: ranks that have died or left.
-        withdrawn: ranks that have given up waiting.
+        withdrawn: ranks that gave up waiting.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class AgreementFailed(RanksError):
 
 
 class NoSecret(RanksError):
-    """The ranks have nothing to prove their identity with, and do not connect without."""
+    """The ranks have nothing to prove their identity with, and do not connect without it."""
 
 
 class ReductionFailed(RanksError):
-    """Gradients could not be reduced on the host; the message names the rank that is missing."""
+    """Gradients could not be reduced on the host; the message names the missing rank."""
 
 
 class StaleRank(RanksError):
@@ -238,11 +238,11 @@ class CoordinatorLost(RanksError):
 
 
 class ProfileError(HydroslurmError):
-    """A file is no report of nsys, or nothing of it can be read."""
+    """A file is not an nsys report, or unreadable."""
 
 
 class NsysMissing(ProfileError):
-    """A ``.nsys-rep`` has to be exported to SQLite first, and this machine has no ``nsys``."""
+    """A ``.nsys-rep`` must be exported to SQLite first, and this machine has no ``nsys``."""
 
 
 class RunEnded(HydroslurmError):
@@ -254,7 +254,7 @@ class StaleAttempt(HydroslurmError):
 
 
 class ProofError(HydroslurmError):
-    """The script that is put to the proof failed, hung, or trains nothing."""
+    """The script under test failed, hung, or trains nothing."""
 
 
 class ClusterError(HydroslurmError):

@@ -1,4 +1,4 @@
-"""HFAI's names for what its integration with PyTorch Lightning offers.
+"""HFAI's names for its integration with PyTorch Lightning.
 
     from hydroslurm.compat.hfai import HFAIEnvironment, ModelCheckpointHF, nn_to_hfai
 
@@ -12,8 +12,8 @@ Importing this registers the strategies in Lightning's packages, whichever is im
 after. The environment is
 :class:`hydroslurm.integrations.lightning_strategies.HydroslurmEnvironment`, the checkpoint a
 :class:`PreemptionCheckpoint`; ``nn_to_hfai(model)`` is :func:`hydroslurm.optimize_modules` without
-a batch. ``from hydroslurm.compat import hfai`` has them as ``hfai.pl.nn_to_hfai(model)`` and
-``hfai.client.go_suspend()``, too.
+a batch. ``from hydroslurm.compat import hfai`` also has them as ``hfai.pl.nn_to_hfai(model)`` and
+``hfai.client.go_suspend()``.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _REMOVED = {
     "weights_summary": "enable_model_summary=True or False",
     "replace_sampler_ddp": "use_distributed_sampler={value!r}",
 }
-"""Arguments of a Trainer of Lightning 1 -> what Lightning 2 has instead."""
+"""Arguments of Lightning 1's Trainer -> their replacements in Lightning 2."""
 
 
 def nn_to_hfai(model: Any) -> Any:
-    """Have modules of the model replaced by what PyTorch has fused, where it is equal and faster:
-    they are compared on the first batch that is trained, and replaced behind the first step.
+    """Replace modules of the model by PyTorch's fused ones, where these are equal and faster: they
+    are compared on the first training batch, and replaced after the first step.
 
     Args:
         model: before it is wrapped.
@@ -74,16 +74,16 @@ def nn_to_hfai(model: Any) -> Any:
 
 
 class PreemptionCheckpoint(LightningBase):
-    """A ModelCheckpoint that also saves when the job has to go, and leaves with it requeued.
+    """A ModelCheckpoint that also saves when the job has to stop, and then exits with it requeued.
 
-    The file is Lightning's own: it has no random numbers and no position in the data, so what is
-    trained after it differs from a run that was left alone. With
+    The file is Lightning's own, without random numbers or position in the data, so training after
+    it differs from an undisturbed run. With
     :class:`hydroslurm.integrations.lightning.Preemptible` it does not. With one of those in the
-    same Trainer, this is a ModelCheckpoint and no more.
+    same Trainer, this is only a ModelCheckpoint.
 
-    A stop is obeyed behind a training batch that completed an optimizer step, after the module's
-    own ``on_train_batch_end``, and at each batch of a validation, which the next attempt begins
-    anew (with Lightning 2.6; an older one leaves it out).
+    It obeys a stop after a training batch that completed an optimizer step, after the module's own
+    ``on_train_batch_end``, and at each batch of a validation, which the next attempt starts over
+    (with Lightning 2.6; an older one skips it).
 
     Args:
         dirpath: where the checkpoints go; on a file system that all nodes share.
@@ -93,14 +93,14 @@ class PreemptionCheckpoint(LightningBase):
         UsageError: Lightning is not installed.
 
     Attributes:
-        CHECKPOINT_NAME_SUSPEND: name of the file of a stop, without ``.ckpt``. It is removed once
-            ``fit()`` has come to its end, so that the next one begins anew.
+        CHECKPOINT_NAME_SUSPEND: name of a stop's file, without ``.ckpt``. It is removed at the end
+            of ``fit()``, so that the next one starts over.
     """
 
     CHECKPOINT_NAME_SUSPEND = "suspended"
     dirpath: str | None
     _validates_next = False
-    """What is being saved is the file of a stop with a validation still to be done."""
+    """Whether the file being saved is a stop's, with a validation still to be done."""
 
     def __init__(self, dirpath: str | os.PathLike[str], **options: Any) -> None:
         _import_lightning()
@@ -109,15 +109,15 @@ class PreemptionCheckpoint(LightningBase):
 
     @property
     def suspended(self) -> Path:
-        """The file of a stop; it need not be there."""
+        """Path of a stop's file, which need not exist."""
         return Path(self.dirpath or "") / f"{self.CHECKPOINT_NAME_SUSPEND}.ckpt"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
-        ours = any(isinstance(one, Preemptible) for one in trainer.callbacks)
+        ours = any(isinstance(callback, Preemptible) for callback in trainer.callbacks)
         if stage == "fit" and not ours:
             self._give_back = signals_stand_down(trainer)
-            receive_suspend_command()  # takes the signals, before there are workers
+            receive_suspend_command()  # take the signals before there are workers
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -128,7 +128,7 @@ class PreemptionCheckpoint(LightningBase):
         if self._give_back is None or trainer.fit_loop._should_accumulate():
             return
         if receive_suspend_command():
-            # Lightning would call it after its callbacks, of which this one does not return
+            # Lightning would call it after its callbacks, but this one does not return
             package, _, _ = type(trainer.fit_loop).__module__.partition(".loops.")
             hooks = importlib.import_module(f"{package}.trainer.call")
             hooks._call_lightning_module_hook(
@@ -139,19 +139,19 @@ class PreemptionCheckpoint(LightningBase):
             go_suspend()
 
     def on_validation_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Within a validation nothing changes, unless a callback has put other weights in place."""
-        if self._give_back is None or any(_averages(one) for one in trainer.callbacks):
+        """Obey a stop within a validation, unless a callback has replaced the weights."""
+        if self._give_back is None or any(_averages(callback) for callback in trainer.callbacks):
             return
         if (
             trainer.sanity_checking or not trainer.fit_loop._should_accumulate()
         ) and receive_suspend_command():
-            if not trainer.sanity_checking:  # before which nothing was trained
+            if not trainer.sanity_checking:  # which comes before any training
                 self._save(trainer, validates=True)
             go_suspend()
 
     def _save(self, trainer: Any, *, validates: bool) -> None:
-        """Under its name the file is whole: Lightning may copy it there from another file system,
-        and be killed at the end of the grace meanwhile."""
+        """Save, and rename a complete file: Lightning may copy it from another file system, and be
+        killed meanwhile at the end of the grace."""
         self._validates_next = validates
         trainer.save_checkpoint(self._new)  # all ranks; it ends with a barrier
         if trainer.is_global_zero:
@@ -191,8 +191,8 @@ def _averages(callback: Any) -> bool:
 
 
 def _begin_with_validation(fit_loop: dict[str, Any]) -> None:
-    """Have Lightning take the file for one that was made in the first batch of a validation: it
-    does the validation then, and would leave it out of one that was made before."""
+    """Mark the file as saved in a validation's first batch: then Lightning does that validation,
+    which it would otherwise skip."""
     trained = fit_loop["epoch_loop.batch_progress"]
     validated = fit_loop["epoch_loop.val_loop.batch_progress"]
     for part in ("total", "current"):
@@ -207,7 +207,7 @@ ModelCheckpointHF = PreemptionCheckpoint
 
 
 def _import_lightning() -> None:
-    """Import one of the packages, unless the script has: a checkpoint is made of its code."""
+    """Import one of the packages, unless the script has: its code is the base of a checkpoint."""
     if any(package in sys.modules for package in PACKAGES):
         return
     for package in PACKAGES:
@@ -221,7 +221,7 @@ def _import_lightning() -> None:
 
 
 def _explain_removed(package: ModuleType) -> None:
-    """Say what to write for an argument of a Trainer that Lightning 1 had."""
+    """Explain the replacement of a Trainer argument that Lightning 1 had."""
     trainer = package.Trainer
     create = trainer.__init__
     removed = _REMOVED.keys() - inspect.signature(create).parameters.keys()
@@ -246,7 +246,7 @@ pl = client = sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Any:
-    """Whoever looks for something else of HFAI's learns what there is."""
+    """Explain what exists to anyone who looks for other names of HFAI's."""
     raise AttributeError(
         f"hydroslurm.compat.hfai has no {name!r}; it has HFAIEnvironment, ModelCheckpointHF, "
         "nn_to_hfai, receive_suspend_command and go_suspend"

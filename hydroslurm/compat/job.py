@@ -95,9 +95,9 @@ class Job:
         download_group: TaskGroup | None = None,
         stop_conditions: Iterable[Any] | None = None,
     ) -> None:
-        """Groups that are not given start empty. ``name`` may be the ``init_group``, Caffe2's first
-        argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`. ``stop_conditions``:
-        what later versions of Caffe2 call the ``stop_signals``."""
+        """Groups default to empty ones. ``name`` may be the ``init_group``, Caffe2's first
+        argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`. ``stop_conditions``: the
+        ``stop_signals`` in later versions of Caffe2."""
         if isinstance(name, TaskGroup):
             init_group = name
         self.name = name if isinstance(name, str) else "job"
@@ -175,8 +175,8 @@ class Job:
 
     @property
     def loader(self) -> Any:
-        """What ``job.run.epoch_batches()`` iterates over, or None; set it in ``build``, or before
-        the job runs."""
+        """Source of ``job.run.epoch_batches()``, or None; set it in ``build``, or before the job
+        runs."""
         return self._loader
 
     @loader.setter
@@ -211,8 +211,8 @@ class Job:
         return _added(self.exit_group, function)
 
     def add_stop_signal(self, signal: Signal) -> Signal:
-        """Add a function that tells after each epoch whether it was the last; or the output of a
-        task, a flag or a one-element tensor, which is read then.
+        """Add a function that says after each epoch whether it was the last; or a task's output, a
+        flag or a one-element tensor, which is read then.
 
         ``job.run.epoch`` is then the number of completed epochs. All signals are evaluated each
         time; one that is true suffices. A signal should depend only on saved state, or it may
@@ -224,7 +224,7 @@ class Job:
         return signal
 
     add_stop_condition = add_stop_signal
-    """What later versions of Caffe2 call it."""
+    """Name in later versions of Caffe2."""
 
     def compile(self, session: Any) -> Self:
         """Compile every group with a session and fix the nodes; return the job itself. Plain pickle
@@ -259,7 +259,7 @@ class Job:
     # --------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
-        """An object that was registered with :meth:`save`."""
+        """Return an object that was registered with :meth:`save`."""
         if name not in self._saved:
             has = ", ".join(self._saved) or "nothing yet"
             raise UsageError(f"nothing is registered as {name!r} in {self!r}; it has {has}")
@@ -285,15 +285,15 @@ class Job:
 
     @property
     def stop_signals(self) -> tuple[TaskOutput | Task, ...]:
-        """What ends the job, in order. ``fetch()`` of each tells, after an epoch, whether that was
-        the last one."""
+        """Conditions that end the job, in order. ``fetch()`` of each says, after an epoch, whether
+        that was the last one."""
         return tuple(
             signal.function if isinstance(signal.function, TaskOutput) else signal
             for signal in self._signals.tasks()
         )
 
     stop_conditions = stop_signals
-    """What later versions of Caffe2 call them."""
+    """Name in later versions of Caffe2."""
 
     def ask_stop_signals(self) -> bool:
         """Whether the completed epoch was the last one."""
@@ -301,7 +301,7 @@ class Job:
         return any(answers)
 
     def signature(self) -> tuple[str, ...]:
-        """The names of the job and of its functions: two jobs of one script differ in them."""
+        """Return the names of the job and its functions: two jobs of one script differ in them."""
         tasks = [task for group in self._groups() for task in group.tasks()]
         return (self.name, *(task.name for task in tasks))
 
@@ -350,7 +350,7 @@ class Job:
 
     @contextmanager
     def running(self, run: JobRun) -> Iterator[None]:
-        """Attach the Run and make this the current job; afterwards forget what ``build`` made."""
+        """Attach the Run and make this the current job; afterwards forget ``build``'s objects."""
         saved, loader = dict(self._saved), self._loader
         self._run = run
         try:

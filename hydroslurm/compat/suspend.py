@@ -6,11 +6,11 @@
             save_my_own_checkpoint()
             hydroslurm.go_suspend()          # requeues the job and does not return
 
-The state may change between the two calls; what is saved, and whether it is complete, is up to the
-loop. :class:`~hydroslurm.training.run.Run` takes care of all three.
+The state may change between the two calls; the loop decides what is saved, and whether it is
+complete. :class:`~hydroslurm.training.run.Run` takes care of all three.
 
-All ranks must call it equally often, and all are told after the same step, whichever of them was
-signalled. DataLoader workers started after the first call, or in a process that was already
+All ranks must call it equally often; all get the same answer after the same step, whichever of them
+was signalled. DataLoader workers started after the first call, or in a process that was already
 pausable, survive the signals as those of a ``Run`` do.
 """
 
@@ -35,12 +35,12 @@ from hydroslurm.training.stopping import agree_on_plan, exit_together
 
 @dataclass
 class _Protocol:
-    """The state that the two calls share; one per controller."""
+    """State shared by the two calls; one per controller."""
 
     controller: Controller
     rank_group: RankGroup
     stop_handler: StopHandler
-    told: StopRequest | None = None
+    request: StopRequest | None = None
 
 
 def receive_suspend_command() -> bool:
@@ -55,15 +55,15 @@ def receive_suspend_command() -> bool:
             same step.
     """
     ours = _ours()
-    if ours.told is None:
-        ours.told = ours.rank_group.arrive()
-    return ours.told is not None
+    if ours.request is None:
+        ours.request = ours.rank_group.arrive()
+    return ours.request is not None
 
 
 def go_suspend() -> NoReturn:
-    """Requeue the job where that is wanted and possible, and exit.
+    """Requeue the job if wanted and possible, and exit.
 
-    All ranks must call it, once everything is saved. The exit status tells what follows: 75, the
+    All ranks must call it, once everything is saved. The exit status says what follows: 75, the
     same command resumes; 143, the job was cancelled.
 
     Raises:
@@ -71,7 +71,7 @@ def go_suspend() -> NoReturn:
         UsageError: no stop was requested.
     """
     ours = _ours()
-    request = ours.told or (
+    request = ours.request or (
         ours.controller.stop_request if ours.rank_group.world_size == 1 else None
     )
     if request is None:
@@ -79,7 +79,7 @@ def go_suspend() -> NoReturn:
             "go_suspend() was called without a stop request; call it only after "
             "receive_suspend_command() has returned True"
         )
-    ours.stop_handler.note_request(request)  # the controller's thread may not have done so yet
+    ours.stop_handler.note_request(request)  # in case the controller's thread has not yet
     plan = agree_on_plan(ours.rank_group, ours.stop_handler)
     if ours.rank_group.rank == 0:
         notice(plan.message)

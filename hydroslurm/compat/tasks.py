@@ -1,4 +1,4 @@
-"""What a job consists of: tasks in groups, their outputs, stop signals, and a local session."""
+"""The parts of a job: tasks in groups, their outputs, stop signals, and a local session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Within(threading.local):
-    """What the ``with`` blocks of this thread are of, the innermost last."""
+    """Objects of this thread's ``with`` blocks, the innermost last."""
 
     def __init__(self) -> None:
         self.all: list[Any] = []
@@ -30,13 +30,13 @@ _groups, jobs = Within(), Within()
 
 
 class Client(Protocol):
-    """Runs what it is given by calling it, like Caffe2's sessions."""
+    """Runs callables, like Caffe2's sessions."""
 
     def run(self, runnable: Callable[[], Any], /) -> Any: ...
 
 
 class Task:
-    """One function of a job. It joins the group in whose ``with`` it is made.
+    """One function of a job. It joins the group in whose ``with`` it is created.
 
         with job.init_group:
             Task(step=pretrain)
@@ -75,7 +75,7 @@ class Task:
             self._group.add(self)
 
     def outputs(self) -> tuple[TaskOutput, ...]:
-        """The output of the function, one value; recorded from now on."""
+        """Return the function's output, one value; it is recorded from now on."""
         self.output = self.output or TaskOutput(self.name)
         return (self.output,)
 
@@ -102,7 +102,7 @@ class TaskOutput:
         self._value: tuple[Any, ...] = ()
 
     def fetch(self) -> Any:
-        """The value of the last call.
+        """Return the value of the last call.
 
         Raises:
             UsageError: it has not been called.
@@ -112,11 +112,11 @@ class TaskOutput:
         return self._value[0]
 
     def set(self, value: Any) -> None:
-        """Record what the task returned, now or in the previous attempt."""
+        """Record the task's return value, from now or the previous attempt."""
         self._value = (value,)
 
     def __call__(self) -> bool:
-        """Its truth as a stop signal; False before the first call."""
+        """Return its truth as a stop signal; False before the first call."""
         return bool(self._value and self._value[0])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class TaskGroup:
     """Tasks that run in order. A context manager: a :class:`Task` made inside belongs to it.
 
     A client runs it by calling it, ``client.run(group)``. While a JobRunner runs its job, that
-    decides which tasks are left; called directly, it runs every task.
+    decides which tasks remain; called directly, the group runs every task.
     """
 
     def __init__(self, name: str = "group") -> None:
@@ -181,7 +181,7 @@ class TaskGroup:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function in messages."""
+    """Return a function's name for messages."""
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
@@ -211,8 +211,8 @@ def _takes_job(function: Callable[..., Any], name: str) -> bool:
 class LocalSession:
     """Runs groups in this process.
 
-    It remembers whose group it ran last, as the workspace of Caffe2's holds that job's blobs: a
-    manager that it runs saves and loads the objects of that job.
+    Like the workspace of Caffe2's, it remembers whose group it ran last: a manager that it runs
+    saves and loads that job's objects.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class LocalSession:
 
     @classmethod
     def compile(cls, group: TaskGroup) -> TaskGroup:
-        """The same group: a function needs no preparation to run here."""
+        """Return the same group: a function needs no preparation to run here."""
         return group
 
     def run(self, runnable: Callable[[], Any]) -> Any:
@@ -232,7 +232,7 @@ class LocalSession:
 
 
 def function_of(signal: Any) -> Callable[..., Any]:
-    """What asks a stop signal: itself, or for a number, a flag or a one-element tensor its truth.
+    """Return a stop signal's function: itself, or the truth of a number, flag or tensor.
 
     Raises:
         UsageError: its truth value is undefined.

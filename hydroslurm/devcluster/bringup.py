@@ -71,7 +71,7 @@ class Bringup:
 
         Raises:
             ClusterError: a daemon ended, or a program failed or took too long.
-            StopRequested: the cluster is to end.
+            StopRequested: the cluster has to end.
         """
         if self.spec.network:
             network.create(self.spec, self.place.host, self.layout.hosts)
@@ -92,12 +92,12 @@ class Bringup:
         self._make_plugin()
         self._wait("slurmdbd to listen", lambda: listening(self.ports.slurmdbd))
         self._register()
-        # slurmctld after the registration: it looks up its cluster only once, when it starts
+        # slurmctld after the registration: it looks its cluster up only once, at its start
         self._start("slurmctld", ["-D", "-c"], LD_PRELOAD=str(self._loopback_so))
         self._wait("slurmctld to listen", lambda: listening(self.ports.slurmctld))
         for number, name in enumerate(self.spec.node_names):
             preload, inside = str(self._loopback_so), list[str]()
-            if self.spec.network:  # where every address is the node's own
+            if self.spec.network:  # each address is the node's own
                 preload, inside = "", network.enter(self.spec, number, self.layout.hosts)
             self._start(f"slurmd-{name}", self._slurmd(name), inside, LD_PRELOAD=preload)
         self._wait("all nodes to be idle", self._nodes_idle)
@@ -117,7 +117,7 @@ class Bringup:
         return self._base / "run/loopback.so"
 
     def environ(self, **more: str) -> dict[str, str]:
-        """The environment of our daemons and programs, without that of the caller's own Slurm."""
+        """Return the environment of our daemons and programs, without the caller's own Slurm."""
         return {
             "PATH": self.programs.path,
             "HOME": str(self.layout.root),
@@ -154,7 +154,7 @@ class Bringup:
     def _slurmd(self, node: str) -> list[str]:
         if self.place.plugins is None:
             return ["-D", "-N", node]
-        # a Slurm below a prefix of its own, whose slurmstepd is not where it was built for
+        # a Slurm in a prefix of its own, whose slurmstepd is not at its compiled-in place
         return ["-D", "-N", node, "-d", str(self.place.plugins.parents[1] / "sbin/slurmstepd")]
 
     def _compile_loopback(self) -> Daemon:
@@ -182,8 +182,8 @@ class Bringup:
         self._finish(self._begin("mariadbd-bootstrap", argv, stdin=script))
 
     def _start_database(self) -> None:
-        # no network and no grant tables: only the user who owns everything else here can reach the
-        # socket, in a folder of mode 0700
+        # no network and no grant tables: the socket is in a folder of mode 0700, so only the user
+        # who owns everything else here can reach it
         socket = self._base / "run/mysql.sock"
         self._start(
             "mariadbd",
@@ -198,9 +198,9 @@ class Bringup:
         self._wait("mariadbd's socket", socket.exists)
 
     def _mariadb(self) -> list[str]:
-        # the server refuses to run as root without this
+        # the server otherwise refuses to run as root
         as_root = ["--user=root"] if os.geteuid() == 0 else []
-        # its own folder for temporary files: a starting server removes those of others
+        # a separate folder for temporary files: a starting server removes those of others
         private = [f"--datadir={self._base}/state/mysql", f"--tmpdir={self._base}/state/tmp"]
         return [*_MARIADB, *as_root, *private]
 
@@ -237,7 +237,7 @@ class Bringup:
         self, name: str, arguments: Sequence[str], inside: Sequence[str] = (), **more: str
     ) -> None:
         program = name.partition("-")[0]
-        # Slurm's daemons write their logs themselves
+        # Slurm's daemons write their own logs
         log = self.layout.console(name) if program.startswith("slurm") else None
         argv = [*inside, self.programs[program], *arguments]
         self.daemons.append(self._begin(name, argv, log=log, environ=self.environ(**more)))
@@ -306,14 +306,14 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(Exception):
-    """The cluster is to end now: its caller is gone, or it got a signal."""
+    """The cluster has to end: its caller is gone, or it got a signal."""
 
 
 class Control:
-    """Watches the caller and signals to this process.
+    """Watches the caller, and signals to this process.
 
     Attributes:
-        caller: the process with which the cluster ends; None: it stays.
+        caller: the cluster ends with this process; None: it stays.
     """
 
     def __init__(self, caller: ProcessId | None) -> None:
@@ -329,7 +329,7 @@ class Control:
         """Sleep for ``limit_s``, or until a child ends.
 
         Raises:
-            StopRequested: the cluster is to end.
+            StopRequested: the cluster has to end.
         """
         ready, _, _ = select.select([self._wake_up], [], [], limit_s)
         if ready and set(os.read(self._wake_up, 4096)) & set(_ENDING):
@@ -339,4 +339,4 @@ class Control:
 
 
 def _nothing(_signo: int, _frame: object) -> None:
-    """Without a Python handler, no signal number is written to the wake-up pipe."""
+    """Do nothing: without a Python handler no signal number is written to the wake-up pipe."""

@@ -1,8 +1,8 @@
-"""The machine's cgroups (v1) that the slurmds of one dev cluster use: asked for, and removed.
+"""The machine's cgroups (v1) for the slurmds of one dev cluster: checked and removed.
 
-slurmd makes ``<controller>/slurm_<node>`` in every hierarchy that it uses, puts the processes of
-its jobs below it, and leaves the empty folders behind. All slurmds of a machine share the
-hierarchies, other people's too: only folders with the names of this cluster's nodes are touched.
+slurmd creates ``<controller>/slurm_<node>`` in every hierarchy it uses, puts its jobs' processes
+below it, and leaves the empty folders behind. All slurmds of a machine share the hierarchies, even
+other people's: only folders with the names of this cluster's nodes are touched.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hydroslurm.errors import ClusterError
 
 
 def require(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
-    """Make sure that Slurm can use the controllers that it will need.
+    """Require the controllers that Slurm will need.
 
     Raises:
-        ClusterError: this is not root, or the machine has no such controllers (those of cgroup v2
-            are none for Slurm 22.05 without systemd).
+        ClusterError: this is not root, or the machine has no such controllers (without systemd,
+            Slurm 22.05 cannot use those of cgroup v2).
     """
     if spec.proctrack != "cgroup":
         return
@@ -31,7 +31,7 @@ def require(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
             "leave out --proctrack cgroup: linuxproc is for everybody"
         )
     needed = ("freezer", "memory") if spec.constrain_memory else ("freezer",)
-    # Slurm takes a hierarchy for mounted when it has this file, which only its root has
+    # Slurm considers a hierarchy mounted if it has this file, which only its root has
     missing = [name for name in needed if not os.access(root / name / "release_agent", os.W_OK)]
     if missing:
         only_v2 = (root / "cgroup.controllers").exists()
@@ -45,10 +45,10 @@ def require(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
 
 
 def require_own_names(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
-    """Make sure that nobody has nodes of the same names; after this folder's last cluster is gone.
+    """Require that no other nodes have these names, once this folder's last cluster is gone.
 
     Raises:
-        ClusterError: there are processes in their cgroups.
+        ClusterError: their cgroups contain processes.
     """
     taken = [folder for folder in _folders(spec, root=root) if inside(folder)]
     if taken:
@@ -59,12 +59,12 @@ def require_own_names(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
 
 
 def processes_of(spec: ClusterSpec, *, root: Path = CGROUPS) -> list[int]:
-    """Every process in a cgroup of this cluster's nodes; slurmstepd is one."""
+    """Return all processes in the cgroups of this cluster's nodes, slurmstepd among them."""
     return sorted({pid for folder in _folders(spec, root=root) for pid in inside(folder)})
 
 
 def thaw(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
-    """Let everything run that a suspend has frozen: a frozen process does not die of SIGKILL."""
+    """Thaw everything that a suspend has frozen: a frozen process does not die of SIGKILL."""
     for folder in _folders(spec, root=root):
         for below, _, files in os.walk(folder):
             if "freezer.state" in files:
@@ -73,7 +73,7 @@ def thaw(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
 
 
 def remove(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
-    """Remove the folders that this cluster's slurmds left; those with a process in them stay."""
+    """Remove the folders left by this cluster's slurmds, except those with processes."""
     for folder in _folders(spec, root=root):
         for below, _, _ in os.walk(folder, topdown=False):
             with contextlib.suppress(OSError):
@@ -81,16 +81,16 @@ def remove(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
 
 
 def inside(folder: Path) -> set[int]:
-    """The processes of a cgroup and of all below it."""
-    found: set[int] = set()
+    """Return the processes of a cgroup and its descendants."""
+    pids: set[int] = set()
     for below, _, _ in os.walk(folder):
         with contextlib.suppress(OSError):
-            found |= set(map(int, Path(below, "cgroup.procs").read_text().split()))
-    return found
+            pids |= set(map(int, Path(below, "cgroup.procs").read_text().split()))
+    return pids
 
 
 def _folders(spec: ClusterSpec, *, root: Path) -> list[Path]:
-    """Those that exist; none without cgroups, when the nodes have names that others may use too."""
+    """Return existing folders; none without cgroups, when others may use the same node names."""
     if spec.proctrack != "cgroup":
         return []
     return [
@@ -102,5 +102,5 @@ def _folders(spec: ClusterSpec, *, root: Path) -> list[Path]:
 
 
 def _names(root: Path) -> str:
-    found = sorted(one.name for one in root.iterdir()) if root.is_dir() else []
-    return f"only {', '.join(found)}" if found else "nothing"
+    names = sorted(folder.name for folder in root.iterdir()) if root.is_dir() else []
+    return f"only {', '.join(names)}" if names else "nothing"

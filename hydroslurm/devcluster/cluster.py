@@ -24,7 +24,7 @@ from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
 _DOWN_LIMIT_S = 40.0
-# variables of another Slurm, or of a job in it, that would change what our programs do
+# variables of another Slurm, or of a job in it, that would affect our programs
 _FOREIGN = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SACCT_")
 
 
@@ -144,15 +144,15 @@ class DevCluster:
         return self._layout.slurm_conf
 
     def environ(self) -> dict[str, str]:
-        """The environment variables that point Slurm's programs to this cluster."""
+        """Return the environment variables that point Slurm's programs to this cluster."""
         return {
             "SLURM_CONF": str(self.slurm_conf),
             "PATH": search_path(os.environ.get("PATH")),
         }
 
     def child_environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """A complete environment for a child: ``base`` (default: this process's), pointed to this
-        cluster, without the variables of another Slurm or of a job in it."""
+        """Return a complete environment for a child: ``base`` (default: this process's), pointed to
+        this cluster, without the variables of another Slurm or of a job in it."""
         given = os.environ if base is None else base
         kept = {name: value for name, value in given.items() if not name.startswith(_FOREIGN)}
         return {**kept, **self.environ()}
@@ -270,7 +270,7 @@ def _start_supervisor(layout: Layout, request: Request) -> subprocess.Popen[byte
 def _answer(supervisor: subprocess.Popen[bytes], layout: Layout, *, timeout_s: float) -> str:
     """Wait until the cluster is up; return why there is no ``--preempt``, empty if there is."""
     assert supervisor.stdout is not None
-    poll = select.poll()  # select() refuses the descriptors of a process that has a thousand open
+    poll = select.poll()  # select() rejects descriptors above 1023
     poll.register(supervisor.stdout, select.POLLIN)
     if not poll.poll(timeout_s * 1000):
         raise ClusterError(f"the cluster was not up after {timeout_s:g} s; see {layout.logs}")
@@ -278,15 +278,15 @@ def _answer(supervisor: subprocess.Popen[bytes], layout: Layout, *, timeout_s: f
     if not answer:
         lines = "".join(f"  {line}\n" for line in tail(layout.log("supervisor")))
         raise ClusterError(f"the cluster's supervisor ended. Its last lines:\n{lines}")
-    told = json.loads(answer)
-    if "error" in told:
-        raise ClusterError(told["error"])
-    return str(told["no_preempt"])
+    response = json.loads(answer)
+    if "error" in response:
+        raise ClusterError(response["error"])
+    return str(response["no_preempt"])
 
 
 def _abandon(supervisor: subprocess.Popen[bytes]) -> None:
-    """Have the supervisor end everything, and wait until its end closes the pipe."""
+    """Make the supervisor end everything, and wait until its end closes the pipe."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(supervisor.pid, signal.SIGTERM)  # one that has detached is in its group
+        os.killpg(supervisor.pid, signal.SIGTERM)  # a detached one is in its group
     with contextlib.suppress(subprocess.TimeoutExpired):
         supervisor.communicate(timeout=_DOWN_LIMIT_S)

@@ -1,6 +1,6 @@
 """The configuration files of a dev cluster, each made by one pure function, and its TCP ports.
 
-What is said about Slurm here was seen on Slurm 22.05.8.
+Facts about Slurm here were seen on Slurm 22.05.8.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class Ports:
     """The TCP ports of one cluster, all on the loopback interface.
 
     Attributes:
-        sockets: bound to the ports to keep them from everybody else. They never listen and have
-            SO_REUSEADDR set, as those of Slurm's daemons have: so a daemon can bind and listen on
-            its port while it is still reserved, and there is no moment between in which another
-            program, or a second cluster, could get it.
+        sockets: bound to the ports to reserve them. They never listen, and have SO_REUSEADDR set,
+            as Slurm's daemons' sockets have. So a daemon can bind and listen on its port while it
+            is still reserved; at no moment can another program or cluster take it.
     """
 
     slurmctld: int
@@ -44,10 +43,10 @@ class Ports:
     def reserve(cls, nodes: int) -> Ports:
         """Reserve the ports of a cluster with this many nodes; the caller releases them."""
         sockets = tuple(socket.socket() for _ in range(nodes + 2))
-        for each in sockets:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind((LOOPBACK, 0))
-        slurmctld, slurmdbd, *slurmd = (each.getsockname()[1] for each in sockets)
+        for bound in sockets:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((LOOPBACK, 0))
+        slurmctld, slurmdbd, *slurmd = (bound.getsockname()[1] for bound in sockets)
         return cls(slurmctld, slurmdbd, tuple(slurmd), sockets)
 
     @property
@@ -55,19 +54,19 @@ class Ports:
         return (self.slurmctld, self.slurmdbd, *self.slurmd)
 
     def release(self) -> None:
-        for each in self.sockets:
-            each.close()
+        for bound in self.sockets:
+            bound.close()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cluster lies and whose it is, as its configuration spells it.
+    """A cluster's place and owner, as its configuration spells them.
 
     Attributes:
-        base: the cluster's folder by a short name of harmless characters (Slurm's files cannot
-            quote a blank, and a path of a Unix socket is limited to 107 bytes).
+        base: short path of the cluster's folder, of harmless characters (Slurm's files cannot
+            quote a blank, and a Unix socket's path is limited to 107 bytes).
         hostname: of this machine; it need not resolve.
-        user: the name of the user whom all daemons and jobs belong to.
+        user: name of the user who owns all daemons and jobs.
         memory_mb: what each node claims.
         plugins: folder of Slurm's plugins; None leaves it to Slurm.
     """
@@ -80,8 +79,8 @@ class Place:
 
     @property
     def host(self) -> str:
-        """The host as Slurm wants it: up to the first dot. A name that slurm.conf could not hold
-        becomes localhost, which Slurm replaces by its own idea of the name."""
+        """The host as Slurm wants it: up to the first dot. A name that slurm.conf cannot hold
+        becomes localhost, which Slurm replaces by its own choice."""
         short = self.hostname.split(".")[0]
         return short if re.fullmatch(r"[A-Za-z0-9_-]+", short) else "localhost"
 
@@ -100,7 +99,7 @@ class Place:
 
 
 def slurm_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
-    """slurm.conf of a dev cluster."""
+    """Return slurm.conf of a dev cluster."""
     base = place.base
     control_at, *nodes_at = spec.addresses
     nodes = "".join(
@@ -162,7 +161,7 @@ AccountingStoragePort={ports.slurmdbd}
 
 
 def _auth(spec: ClusterSpec, place: Place) -> str:
-    """The beginning of AuthInfo, too; auth/slurm has its key in slurm.key beside slurm.conf."""
+    """Return the auth lines up to the start of AuthInfo; auth/slurm has its key in slurm.key beside slurm.conf."""
     if spec.auth == "slurm":
         return "AuthType=auth/slurm\nAuthInfo=use_client_ids"
     return f"AuthType=auth/munge\nAuthInfo=socket={place.munge_socket}"
@@ -208,10 +207,10 @@ SelectTypeParameters=CR_CPU"""
 def _preemption(spec: ClusterSpec) -> str:
     everywhere = f"Nodes={','.join(spec.node_names)} MaxTime=INFINITE DefaultTime=01:00:00 State=UP"
     if spec.profile == "pause":
-        # OverSubscribe=FORCE:1 is what Slurm asks for in order to have gang scheduling between
-        # partitions without time slices within one: two jobs of `low` queue up behind each other.
-        # GraceTime would be ignored here. SIGSTOP follows SIGTSTP after 2 s: a constant in 22.05,
-        # which refuses a slurm.conf with PreemptParameters=suspend_grace_time.
+        # Slurm requires OverSubscribe=FORCE:1 for gang scheduling between partitions without time
+        # slices within one: two jobs of `low` queue up behind each other. GraceTime would be
+        # ignored here. SIGSTOP follows SIGTSTP after 2 s: a constant in 22.05, which rejects a
+        # slurm.conf with PreemptParameters=suspend_grace_time.
         return f"""\
 # Seen: SIGTSTP 10 ms after the urgent srun was submitted, SIGSTOP 2 s later, SIGCONT 5 ms after
 # the urgent job had ended.
@@ -242,10 +241,10 @@ PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
 
 
 def slurmdbd_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
-    """slurmdbd.conf; Slurm wants it readable by its user alone.
+    """Return slurmdbd.conf, which Slurm wants readable by its user alone.
 
-    There is no password: the database listens on a Unix socket in a folder of the user's only.
-    Slurm cannot name that socket; MariaDB's client library takes it from MYSQL_UNIX_PORT.
+    There is no password: the database listens on a Unix socket in a private folder. Slurm cannot
+    name that socket; MariaDB's client library takes it from MYSQL_UNIX_PORT.
     """
     return f"""\
 # {WARNING}.
@@ -267,12 +266,11 @@ StorageLoc=slurm
 
 
 def cgroup_conf(spec: ClusterSpec, release: tuple[int, int]) -> str:
-    """cgroup.conf: the machine's v1 controllers, or one that keeps slurmd off them.
+    """Return cgroup.conf: the machine's v1 controllers, or one that keeps slurmd off them.
 
-    Where nothing uses cgroups slurmd loads a plugin for them all the same, and by its own choice
-    (autodetect) ends where no cgroup file system is mounted, as in many containers, or where an
-    ordinary user cannot ask systemd for a scope. The v1 plugin starts anywhere; ``disabled`` is
-    known from 23.11 on.
+    Even without any use of cgroups slurmd loads a plugin for them. Its own choice (autodetect)
+    fails without a cgroup file system, as in many containers, and for an ordinary user who cannot
+    ask systemd for a scope. The v1 plugin starts anywhere; ``disabled`` exists from 23.11 on.
     """
     if spec.proctrack == "cgroup":
         return f"""\
@@ -291,7 +289,7 @@ CgroupPlugin={plugin}
 
 
 def plugstack_conf(plugin: Path | None, why_not: str = "") -> str:
-    """plugstack.conf with the plugin that brings ``--preempt``, or with the reason why not."""
+    """Return plugstack.conf with the plugin for ``--preempt``, or with the reason why not."""
     if plugin is not None:
         line = f"optional {plugin}"
     else:
@@ -308,12 +306,12 @@ _LOOPBACK_HEX = ("0100007F", "00000000000000000000000001000000")
 
 
 def listening(port: int) -> bool:
-    """Whether something listens on a port; nothing is sent to it."""
+    """Whether something listens on a port; sends nothing to it."""
     return any(port == other for _, other in _listeners())
 
 
 def open_to_others(ports: Iterable[int], own: str = LOOPBACK) -> list[int]:
-    """Those of the ports on which something listens beyond loopback and the address ``own``."""
+    """Return those ports on which something listens beyond loopback and the address ``own``."""
     wanted, known = set(ports), (*_LOOPBACK_HEX, socket.inet_aton(own)[::-1].hex().upper())
     return sorted(
         {port for address, port in _listeners() if port in wanted and address not in known}
@@ -321,7 +319,7 @@ def open_to_others(ports: Iterable[int], own: str = LOOPBACK) -> list[int]:
 
 
 def _listeners() -> Iterator[tuple[str, int]]:
-    """Address (hexadecimal, as the kernel writes it) and port of each listening TCP socket."""
+    """Yield address (hexadecimal, as the kernel writes it) and port of each listening socket."""
     for table in ("tcp", "tcp6"):
         path = Path("/proc/net") / table
         lines = path.read_text().splitlines()[1:] if path.exists() else []

@@ -1,16 +1,16 @@
-"""The only place that spells a path of a dev cluster, and that makes and removes its files.
+"""The only place that spells the paths of a dev cluster, and creates and removes its files.
 
     <folder>/
-      THIS-IS-FOR-TESTING-ONLY  says what the folder is; without it nothing is ever removed
-      lock                      held by the supervisor for as long as the cluster lives
+      THIS-IS-FOR-TESTING-ONLY  marks the folder; without it nothing is ever removed
+      lock                      held by the supervisor while the cluster lives
       cluster.json              what runs, while it runs
-      conf/  state/  run/       configuration and key, what the daemons keep, sockets and pid files
+      conf/  state/  run/       configuration and key, the daemons' data, sockets and pid files
       log/                      one file per daemon; stays after the end
 
-Beside it, while it is up, one private folder with a short name in the system's temporary folder.
-It holds a link to the cluster's folder, through which the daemons see everything: so Unix sockets
-stay below their 107 bytes, and slurm.conf never meets a blank, however deep and odd the folder's
-own name is.
+While it is up, the system's temporary folder has a private folder with a short name. It contains a
+link to the cluster's folder, through which the daemons see everything: so Unix sockets stay below
+their 107 bytes, and slurm.conf never contains a blank, however deep and odd the folder's own name
+is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SOCKET_PATH_BYTES = 107
 
 @dataclass(frozen=True)
 class Layout:
-    """The paths of one cluster's folder. Making the value touches no disk."""
+    """The paths of one cluster's folder. Creating the value touches no disk."""
 
     root: Path
 
@@ -62,26 +62,26 @@ class Layout:
 
     @classmethod
     def at(cls, directory: Path) -> Layout:
-        """The layout of a folder, by its absolute name."""
+        """Return the layout of a folder, with its absolute path."""
         return cls(directory.expanduser().absolute())
 
     def key(self, auth: str) -> Path:
         return self.conf / f"{auth}.key"
 
     def log(self, daemon: str) -> Path:
-        """The log of a daemon or of a program that helps to start one."""
+        """Return the log of a daemon or of a program that helps to start one."""
         return self.logs / f"{daemon}.log"
 
     def console(self, daemon: str) -> Path:
-        """What a Slurm daemon wrote to stdout and stderr: the same as to its log without the times,
-        and what it says before it has read where its log is."""
+        """Return a Slurm daemon's stdout and stderr: its log without times, and its output before
+        it knows where to log."""
         return self.logs / f"{daemon}.console.log"
 
     def create(self) -> None:
-        """Make the folder ready for a new cluster, readable by its owner only.
+        """Prepare the folder for a new cluster, readable by its owner only.
 
         Raises:
-            ClusterError: it cannot be made, or it holds something that no dev cluster left there.
+            ClusterError: it cannot be created, or contains something not left by a dev cluster.
             UntrustedFile: as :meth:`check`.
         """
         try:
@@ -105,29 +105,29 @@ class Layout:
             ) from error
 
     def check(self) -> None:
-        """Require that nobody else can have put anything into the folder, if there is one. Daemons
-        run what its configuration says, and the supervisor has it as its working directory; root's
-        cluster would run a stranger's programs as root.
+        """Require that only we can have put anything into the folder, if it exists. Daemons run
+        what its configuration says, in this working directory; root's cluster would run other
+        users' programs as root.
 
         Raises:
-            UntrustedFile: somebody else owns it or a folder above it, or can write there.
+            UntrustedFile: another user owns it or a folder above it, or can write there.
         """
         with contextlib.suppress(FileNotFoundError):
             check_trusted(self.root, what="the cluster's folder")
 
     def remove_state(self) -> None:
-        """Remove what only a running cluster needs; the logs stay."""
+        """Remove what only a running cluster needs; keep the logs."""
         if not self.marker.exists():
             return
         for part in (self.conf, self.state, self.run):
             shutil.rmtree(part, ignore_errors=True)
-        # the lock's file stays: removed, two newcomers could each hold one of the same name
+        # keep the lock's file: if removed, two newcomers could each hold one of the same name
         self.cluster_json.unlink(missing_ok=True)
 
     def remove_logs(self) -> None:
-        """Remove the logs of the cluster that was here before."""
+        """Remove the previous cluster's logs."""
         for log in self.logs.glob("*.log"):
-            if log != self.log("supervisor"):  # it is being written
+            if log != self.log("supervisor"):  # it is open
                 log.unlink(missing_ok=True)
 
     def remove_all(self) -> None:
@@ -159,16 +159,16 @@ def locked(layout: Layout) -> Iterator[None]:
 
 
 def make_link(root: Path, *, temporary: Path | None = None) -> Path:
-    """Make the private folder with the short name; returns the link in it that leads to ``root``.
+    """Create the private folder with the short name; return the link in it to ``root``.
 
     Raises:
-        ClusterError: no temporary folder has a name that is short enough.
+        ClusterError: no temporary folder has a short enough name.
     """
     candidates = [temporary or Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")]
     for candidate in candidates:
         longest = len(os.fsencode(candidate)) + len(f"/{_LINK_PREFIX}12345678/{_LINK}/")
         plain = " " not in str(candidate) and os.access(candidate, os.W_OK | os.X_OK)
-        plain = plain and is_trusted(candidate)  # else others could let the link lead elsewhere
+        plain = plain and is_trusted(candidate)  # else others could redirect the link
         if plain and longest + _LONGEST_BELOW_BASE <= _SOCKET_PATH_BYTES:
             link = Path(tempfile.mkdtemp(prefix=_LINK_PREFIX, dir=candidate)) / _LINK
             link.symlink_to(root)

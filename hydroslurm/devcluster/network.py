@@ -40,7 +40,7 @@ def create(spec: ClusterSpec, host: str, hosts: Path) -> None:
 
 
 def remove(spec: ClusterSpec) -> None:
-    """Remove everything that :func:`create` has made; what is gone already is no error."""
+    """Remove everything that :func:`create` created and that still exists."""
     if spec.network:
         cables = "".join(f"link del {cable}\nnetns del {cable}\n" for cable in spec.cables)
         with contextlib.suppress(ClusterError):
@@ -48,7 +48,7 @@ def remove(spec: ClusterSpec) -> None:
 
 
 def enter(spec: ClusterSpec, number: int, hosts: Path) -> list[str]:
-    """The beginning of a command that runs on a node: its network, host name and /etc/hosts."""
+    """Return the prefix of a command for a node: its network, host name and /etc/hosts."""
     script = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
     inside = ["nsenter", f"--net=/run/netns/{spec.cables[number]}", "unshare", "--mount", "--uts"]
     return [*inside, "sh", "-c", script, "sh", spec.node_names[number], str(hosts)]

@@ -1,6 +1,6 @@
-"""The processes of a cluster: as /proc shows them, as cluster.json records them, and their end.
+"""The processes of a cluster: in /proc, in cluster.json, and their end.
 
-No process and no file outside the cluster's folder is left.
+No process and no file outside the cluster's folder remains.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SWEEPS = 5
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process and no later one that got its number.
+    """One process, as opposed to a later one with its number.
 
     Attributes:
-        start_ticks: when it started, clock ticks since boot.
+        start_ticks: its start, in clock ticks since boot.
     """
 
     pid: int
@@ -44,7 +44,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has this number now; None when there is none, or only a zombie."""
+        """Return the current process with this number; None if there is none, or a zombie."""
         stat = _stat(pid)
         return None if stat is None else cls(pid, int(stat[START_TICKS]))
 
@@ -53,35 +53,35 @@ class ProcessId:
         return ProcessId.of(self.pid) == self
 
     def send(self, signo: int) -> None:
-        """Signal it; nothing when it is gone."""
+        """Signal it; do nothing if it is gone."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signo)
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process below ``pid``, zombies left out."""
+    """Return every process below ``pid``, without zombies."""
     children: dict[int, list[int]] = {}
     for other in pids():
         stat = _stat(other)
         if stat is not None:
             children.setdefault(int(stat[PARENT]), []).append(other)
-    found: list[int] = []
+    result: list[int] = []
     waiting = [pid]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        result += below
         waiting += below
-    return found
+    return result
 
 
 def find(matches: Callable[[int], bool]) -> list[int]:
-    """Every process but this one that matches."""
+    """Return every matching process but this one."""
     return [pid for pid in pids() if pid != os.getpid() and matches(pid)]
 
 
 def holds_file_below(pid: int, folder: Path) -> bool:
-    """Whether a process of this user has a file open in a folder, by its real name, or below."""
+    """Whether a process of this user has a file open in or below a folder, by its real path."""
     try:
         opened = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
@@ -104,7 +104,7 @@ def end(processes: Iterable[ProcessId], *, limit_s: float = 10.0) -> None:
 
 
 def command_name(pid: int) -> str:
-    """The process's short name; empty when it is gone."""
+    """Return the process's short name; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -112,7 +112,7 @@ def command_name(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """None when it is gone, or only a zombie."""
+    """Return None if it is gone, or a zombie."""
     try:
         stat = stat_of(pid)
     except OSError:
@@ -121,7 +121,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What a process of this user was started with; empty when it is gone or has emptied it."""
+    """Return the initial environment of our process; empty if it is gone or has cleared it."""
     try:
         return environ_of(pid)
     except OSError:
@@ -133,7 +133,7 @@ class Daemon:
     """A daemon in the foreground, as a child of the supervisor.
 
     Attributes:
-        log: all that it says, quoted when it dies.
+        log: its output, quoted if it dies.
     """
 
     name: str
@@ -145,13 +145,13 @@ class Daemon:
         return ProcessId.of(self.process.pid)
 
     def tail_text(self) -> str:
-        """Its last log lines, with their origin."""
+        """Return its last log lines, with their origin."""
         lines = "".join(f"\n  {line}" for line in tail(self.log))
         return f"The last lines of {self.log}:{lines or ' (it is empty)'}"
 
 
 def reap(daemons: Sequence[Daemon]) -> None:
-    """Collect every child that has ended, the orphans that this process inherited included."""
+    """Reap every child that has ended, including inherited orphans."""
     known = {daemon.process.pid: daemon for daemon in daemons}
     while True:
         try:
@@ -167,7 +167,7 @@ def reap(daemons: Sequence[Daemon]) -> None:
 
 
 def tail(log: Path) -> list[str]:
-    """The last lines of a log file, none when it cannot be read."""
+    """Return the last lines of a log file; none if it is unreadable."""
     try:
         with log.open(errors="replace") as file:
             return [line.rstrip("\n") for line in deque(file, _TAIL_LINES)]
@@ -180,9 +180,9 @@ class Running:
     """The cluster that runs in a folder.
 
     Attributes:
-        up: False while it is being started.
+        up: False while it is starting.
         temporary: the folder is removed with the cluster.
-        link: the short name of the folder.
+        link: short path of the folder.
         supervisor: the process that owns all others.
         daemons: name -> process.
     """
@@ -214,7 +214,7 @@ class Running:
                 raise ValueError(f"version {row['version']}, not {_VERSION}")
             row["spec"], row["link"] = _spec(row["spec"]), Path(row["link"])
             row["supervisor"] = ProcessId(**row["supervisor"])
-            row["daemons"] = tuple((name, ProcessId(**one)) for name, one in row["daemons"])
+            row["daemons"] = tuple((name, ProcessId(**process)) for name, process in row["daemons"])
             return cls(**row)
         except FileNotFoundError:
             return None
@@ -245,14 +245,14 @@ class Request:
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """Decode what :func:`to_json` has made."""
+        """Decode the output of :func:`to_json`."""
         row = json.loads(text)
         row["spec"], row["root"] = _spec(row["spec"]), Path(row["root"])
         return cls(**{**row, "caller": ProcessId(**row["caller"])})
 
 
 def to_json(value: Running | Request) -> str:
-    """Encode as one line; names of files may hold bytes that are no text."""
+    """Encode as one line; file names may contain bytes that are not text."""
     return json.dumps(asdict(value), default=str)
 
 
@@ -264,7 +264,7 @@ def _spec(row: dict[str, Any]) -> ClusterSpec:
 def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
     """Cancel all jobs, and give them 1.5 s to end.
 
-    Not all of KillWait: what still runs is killed with everything else.
+    Not all of KillWait: anything still running is killed with the rest.
     """
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         subprocess.run(
@@ -282,8 +282,9 @@ def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
 def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15.0) -> None:
     """Kill all descendants of this process, a subreaper, and remove their cgroups.
 
-    With SIGKILL, daemons too: what they would save is about to be removed. Until two looks in a row
-    find nobody: a process may fork while it is being listed, and be gone when its parent is asked.
+    Use SIGKILL even for daemons: what they would save is about to be removed. Repeat until two
+    scans in a row are empty: a process may fork while it is listed, and be gone when its parent is
+    asked.
     """
     deadline = time.monotonic() + limit_s
     looks_without_any = 0
@@ -300,8 +301,8 @@ def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15
 def sweep(layout: Layout, running: Running) -> None:
     """End and remove what is left of a cluster whose supervisor was killed.
 
-    The daemons died with their supervisor, but job steps and tasks did not. A shell that only
-    points to the cluster (`hydroslurm cluster env`) is not a task and stays.
+    Its daemons died with it, but job steps and tasks did not. A shell that only points to the
+    cluster (`hydroslurm cluster env`) is not a task and stays.
     """
     end(process for _, process in running.daemons)
     for _ in range(_SWEEPS):  # a process may fork before it is killed
@@ -317,11 +318,11 @@ def sweep(layout: Layout, running: Running) -> None:
 
 
 def _strays(layout: Layout, running: Running) -> list[ProcessId]:
-    """The job steps of a cluster without a supervisor, and their descendants.
+    """Return the job steps of a cluster without a supervisor, and their descendants.
 
-    Tasks are recognized by the environment that slurmd and sbatch gave them. So is slurmstepd up to
-    24.05; newer ones empty theirs (seen on 25.11), but each has its node's log in the cluster's
-    folder open. With cgroups, the cgroup lists them all.
+    Tasks are recognized by their environment from slurmd and sbatch. So is slurmstepd up to 24.05;
+    newer ones clear theirs (seen on 25.11), but each has its node's log in the cluster's folder
+    open. With cgroups, the cgroup lists them all.
     """
     confs = {str(layout.slurm_conf), str(running.link / "conf/slurm.conf")}
     root = layout.root.resolve()
@@ -337,9 +338,9 @@ def _strays(layout: Layout, running: Running) -> list[ProcessId]:
             return True
         return command_name(pid) == "slurmstepd" and holds_file_below(pid, root)
 
-    found = {*find(ours), *cgroups.processes_of(running.spec)}
-    below = {child for pid in found for child in descendants(pid)}
-    return [p for pid in (found | below) - {os.getpid()} if (p := ProcessId.of(pid))]
+    roots = {*find(ours), *cgroups.processes_of(running.spec)}
+    below = {child for pid in roots for child in descendants(pid)}
+    return [p for pid in (roots | below) - {os.getpid()} if (p := ProcessId.of(pid))]
 
 
 def _job_steps() -> bool:

@@ -1,4 +1,4 @@
-"""Finding the programs that a dev cluster is made of."""
+"""Find the programs that a dev cluster needs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hydroslurm.errors import ClusterError
 
-# Daemons lie where an ordinary user's PATH does not look.
+# daemons are in folders that an ordinary user's PATH lacks
 SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 
-# program -> the Debian package that brings it
+# program -> the Debian package that contains it
 _PACKAGES = {
     "munged": "munge",
     "mariadbd": "mariadb-server-core",
@@ -31,7 +31,7 @@ _COMPILER_PACKAGE = "g++"
 
 @dataclass(frozen=True)
 class Programs:
-    """Where the programs lie, and the PATH that they were found on."""
+    """The programs' paths, and the PATH that was searched."""
 
     paths: Mapping[str, str]
     compiler: str
@@ -48,8 +48,8 @@ class Programs:
 
 
 def search_path(path: str | None) -> str:
-    """A PATH with the places of daemons at its end. A Slurm beside this Python, where setup.sh
-    unpacks one without root, comes first: the site's programs may be of another release."""
+    """Return a PATH with the daemons' folders at its end. A Slurm beside this Python, where
+    setup.sh unpacks one without root, comes first: the site's may be of another release."""
     own = Path(sys.executable).parent
     first = [str(own)] if (own / "slurmctld").exists() else []
     given = [part for part in (path or os.defpath).split(os.pathsep) if part not in ("", *first)]
@@ -57,7 +57,7 @@ def search_path(path: str | None) -> str:
 
 
 def missing(path: str) -> dict[str, str]:
-    """Program -> Debian package, for each program that is on none of the folders of ``path``."""
+    """Return program -> Debian package for each program missing in the folders of ``path``."""
     absent = {
         name: package
         for name, package in _PACKAGES.items()
@@ -72,17 +72,17 @@ def find_programs(path: str) -> Programs:
     """Find every program on ``path``.
 
     Raises:
-        ClusterError: one is missing; the message names it, its Debian package and what to run.
+        ClusterError: one is missing; the message has its name, its Debian package and what to run.
     """
     absent = missing(path)
     if absent:
         raise ClusterError(missing_message(absent))
-    found = {name: shutil.which(name, path=path) or name for name in _PACKAGES}
-    return Programs(found, _compiler(path) or "", path)
+    paths = {name: shutil.which(name, path=path) or name for name in _PACKAGES}
+    return Programs(paths, _compiler(path) or "", path)
 
 
 def missing_message(absent: Mapping[str, str]) -> str:
-    """What is missing and how to get it, in one line."""
+    """Return in one line what is missing and how to get it."""
     names = ", ".join(f"{name} (Debian package {package})" for name, package in absent.items())
     packages = " ".join(sorted(set(absent.values())))
     return (
@@ -92,13 +92,13 @@ def missing_message(absent: Mapping[str, str]) -> str:
 
 
 def system_tables_sql(mariadbd: str) -> Path:
-    """The SQL file that comes with the server and makes its system tables.
+    """Return the server's SQL file that creates its system tables.
 
     Raises:
         ClusterError: it is in none of the usual places.
     """
-    # mariadb-install-db would do, but it needs my_print_defaults, which is in another Debian
-    # package than the server, and it fills in help texts and time zones that nobody needs here.
+    # mariadb-install-db would do, but needs my_print_defaults, from another Debian package than the
+    # server, and adds help texts and time zones that nobody needs here
     prefix = Path(mariadbd).resolve().parent.parent
     tried = list(_system_tables_places((prefix, Path("/usr"))))
     for place in tried:
@@ -118,4 +118,4 @@ def _system_tables_places(prefixes: Iterable[Path]) -> Iterable[Path]:
 
 
 def _compiler(path: str) -> str | None:
-    return next((found for name in _COMPILERS if (found := shutil.which(name, path=path))), None)
+    return next((file for name in _COMPILERS if (file := shutil.which(name, path=path))), None)

@@ -27,21 +27,21 @@ class ClusterSpec:
     Attributes:
         nodes: slurmd daemons; ``node_names`` has their names.
         cpus_per_node: CPUs that each node claims, however many the machine has.
-        profile: what happens to a job of partition ``low`` when one of ``urgent`` wants its place:
+        profile: what happens to a job of partition ``low`` when one of ``urgent`` needs its place:
             ``pause`` (PreemptMode=SUSPEND,GANG), ``requeue`` (PreemptMode=REQUEUE), or
             ``gang-requeue`` (gang scheduling cluster-wide, and REQUEUE for ``low``).
-        directory: the cluster's folder; None makes a temporary one that is removed at the end.
+        directory: the cluster's folder; None: a temporary one, removed at the end.
         grace_s: GraceTime of ``low``. Only profile ``requeue`` honours it; with ``gang-requeue``
             Slurm ignores it. A lower bound: Slurm checks it every 30 s.
         kill_wait_s: KillWait, from SIGTERM to SIGKILL; slurmd waits at least 5 s.
         partitions: lines of slurm.conf that replace the profile's preemption and partitions, to
             try another cluster's settings; one partition must be ``low``.
-        proctrack: how Slurm tracks the processes of a job step: ``linuxproc`` (works for all users)
-            or ``cgroup`` (as in production; needs root and cgroup v1 controllers).
+        proctrack: how Slurm tracks a job step's processes: ``linuxproc`` (works for all users) or
+            ``cgroup`` (as in production; needs root and cgroup v1 controllers).
         constrain_memory: with ``cgroup`` only: jobs request memory (``--mem``), and the kernel
             kills those that use more.
-        auth: how daemons and programs prove who they are: ``munge``, or ``slurm``
-            (AuthType=auth/slurm, from Slurm 23.11 on), without munged.
+        auth: how daemons and programs authenticate: ``munge``, or ``slurm`` (AuthType=auth/slurm,
+            from Slurm 23.11 on), without munged.
         network: give each node a network namespace, address and host name; needs root.
 
     Raises:
@@ -76,11 +76,11 @@ class ClusterSpec:
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """n1, n2 ...; with ``cgroup`` no two clusters of a machine have a name in common.
+        """n1, n2 ...; with ``cgroup`` no two clusters of a machine share a name.
 
-        slurmd keeps the processes of its jobs in ``<controller>/slurm_<node>``, which all daemons
-        of the machine share: two nodes of one name would end each other's jobs. 22.05 has no
-        setting for that path, so that the name itself has to differ.
+        slurmd keeps its jobs' processes in ``<controller>/slurm_<node>``, which all daemons of the
+        machine share: two nodes of one name would end each other's jobs. 22.05 has no setting for
+        that path, so the name itself must differ.
         """
         prefix = "n"
         if self.proctrack == "cgroup":
@@ -89,12 +89,12 @@ class ClusterSpec:
 
     @property
     def bridge(self) -> str:
-        """That of the nodes' network: no two folders have the same."""
+        """Name of the nodes' bridge, unique to the folder."""
         return f"hs{self._hash:08x}"
 
     @property
     def cables(self) -> tuple[str, ...]:
-        """The host's interface to each node, and the name of its namespace."""
+        """Names of the host's interface to each node, and of the node's namespace."""
         return tuple(f"{self.bridge}-{number}" for number in range(1, self.nodes + 1))
 
     @property

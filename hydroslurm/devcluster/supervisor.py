@@ -1,8 +1,8 @@
 """The process that owns all daemons of one dev cluster, run as ``python -m`` this module.
 
 Its argument is the request; it answers with one line of JSON on stdout: ``{"no_preempt": ...}`` or
-``{"error": ...}``. It lives until SIGTERM, or until its caller is gone, unless that wanted to
-detach. However it ends, even by SIGKILL, the daemons end too.
+``{"error": ...}``. It lives until SIGTERM, or until its caller is gone, unless that asked to
+detach. However it ends, even by SIGKILL, the daemons end, too.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from hydroslurm.errors import ClusterError, HydroslurmError
 
 _STDOUT = 1
 _CHECK_S = 0.5
-"""Between two looks at the caller."""
+"""Interval of checks on the caller."""
 
 
 def main() -> None:
     """Serve one cluster from its start to its end."""
     request = Request.from_json(sys.argv[1])
     if request.detach and os.fork():
-        # The caller reaps its direct child. Only with `detach`: where nobody reaps orphans, as in
-        # many containers, this process would stay a zombie.
+        # The caller reaps its direct child. Fork only with `detach`: where nothing reaps orphans,
+        # as in many containers, this process would stay a zombie.
         os._exit(0)
     control = Control(request.caller)
     adopt_orphans()
@@ -57,7 +57,7 @@ def main() -> None:
         _log(str(error))
         _tell({"error": str(error)})
     except Exception as error:
-        # a temporary folder and its log are gone by now, so tell the caller
+        # a temporary folder and its log are already gone, so tell the caller
         _log(traceback.format_exc())
         _tell({"error": f"the cluster's supervisor failed: {error!r}. {traceback.format_exc()}"})
 
@@ -104,7 +104,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
 
 
 def _stand_by(bringup: Bringup, control: Control) -> None:
-    """Reap children until told to end. A daemon that dies is not restarted: `status` shows it, and
+    """Reap children until told to end. Do not restart a daemon that dies: `status` shows it, and
     its log stays."""
     gone: set[str] = set()
     while True:
