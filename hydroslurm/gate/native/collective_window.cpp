@@ -1,4 +1,4 @@
-/* A closed gate that lets training threads go on to a collective: what is asked for, and who may pass. */
+/* A closed gate that lets training threads run to a collective: the requests, and which threads may pass. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -7,9 +7,9 @@
 
 namespace hs {
 
-/* torch's own collectives, c10d::allreduce_ and so on, DDP's, FSDP's and the functional ones included: those call these
- * (seen in torch 2.13). Sends and receives are among them, as in torch's sequence numbers. check_for_nan looks at a
- * tensor and sends nothing. */
+/* torch's own collectives, c10d::allreduce_ and so on, including those of DDP, FSDP and the functional ones, which call these
+ * (seen in torch 2.13). Sends and receives count, too, as in torch's sequence numbers. check_for_nan reads a tensor and sends
+ * nothing. */
 bool is_collective(const char *name) noexcept {
     return name != nullptr && strncmp(name, "c10d::", 6) == 0 && strcmp(name + 6, "check_for_nan") != 0;
 }
@@ -32,7 +32,7 @@ bool window_admits(uint32_t closing, const char *name, bool backward_node) noexc
         if (!take_one(window.allowance)) return false;
         window.collectives.fetch_add(1);
     }
-    window.steps.fetch_add(1); /* before the state is looked at; the watcher does both the other way round */
+    window.steps.fetch_add(1); /* before reading the state; the watcher does both in reverse */
     if (gate.state.load() == HS_STATE_PARKED) watcher_wake();
     return true;
 }
@@ -69,7 +69,7 @@ int hs_gate_let_through(int64_t n) {
 
 int hs_gate_hold_here(void) {
     if (gate.owner.load() != getpid()) return -ESRCH;
-    gate.window.wanted.store(0); /* asked for before this call, and not in force yet */
+    gate.window.wanted.store(0); /* requested before this call, and not in force yet */
     gate.window.ended_ns.store(unique_stamp_ns());
     gate.window.ended.store(true);
     watcher_wake();

@@ -22,7 +22,7 @@ int64_t clock_ns(clockid_t clock) noexcept {
     return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
-/* fork() must not happen between our word and torch's, nor leave a lock of ours taken in the child. */
+/* Hold our locks during fork(): no fork between our word and torch's, and no lock of ours taken in the child. */
 void before_fork() {
     pthread_mutex_lock(&lifecycle);
     pthread_mutex_lock(&gate.arming);
@@ -41,9 +41,9 @@ void after_fork_in_parent() {
     pthread_mutex_unlock(&lifecycle);
 }
 
-/* The child has one thread, and it is at a fork, not at an operator. Its gate is open, it has no watcher, and the
- * handlers it inherited see from `signals.owner` that nothing is meant for it. torch's callback list is not touched here, for
- * a lock of torch's may be in any state; the child's first operator takes the callback away. */
+/* The child has one thread, which is at a fork, not at an operator. Its gate is open, it has no watcher, and `signals.owner`
+ * tells the inherited handlers that nothing is meant for it. Do not touch torch's callback list here: its lock may be in any
+ * state; the child's first operator removes the callback. */
 void after_fork_in_child() {
     gate.owner.store(0);
     signals_after_fork();
@@ -69,7 +69,7 @@ int watch_forks() noexcept {
     return -result;
 }
 
-/* The new thread takes over the mask of the one that makes it. */
+/* The new thread inherits the signal mask of its creator. */
 int watcher_start() noexcept {
     sigset_t all, before;
     sigfillset(&all);
@@ -93,7 +93,7 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     if (gate.owner.load() == getpid()) return -EALREADY;
     if (const int error = signals_check(table, n); error < 0) return error;
     if (const int error = watch_forks(); error < 0) return error;
-    if (signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or ours would be chained to itself */
+    if (signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or our handler would chain to itself */
     if (gate.stale_callback.exchange(false)) arming().hold_off();
     signals_clear_latches();
     window_clear();
@@ -106,7 +106,7 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
         return error;
     }
     gate.owner.store(getpid());
-    signals.owner.store(getpid()); /* before the handlers, which ask for it */
+    signals.owner.store(getpid()); /* before the handlers, which read it */
     const int error = signals_install(table, n);
     if (error < 0) {
         signals.owner.store(0);
@@ -215,7 +215,7 @@ int hs_gate_status(hs_status *out) {
     if (out == nullptr) return -EINVAL;
     *out = {};
     out->state = gate.state.load();
-    if (out->state == HS_STATE_PARKED && window_has_moved()) out->state = HS_STATE_PARKING; /* the watcher is about to say so */
+    if (out->state == HS_STATE_PARKED && window_has_moved()) out->state = HS_STATE_PARKING; /* as the watcher is about to */
     out->causes = gate.causes.load();
     out->held = slots_held(gate.closed.load());
     out->quiet = gate.quiet.load();

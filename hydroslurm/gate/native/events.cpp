@@ -1,4 +1,4 @@
-/* The queue of events: written by the watcher (and hs_gate_check_handlers), read by the controller. */
+/* The queue of events: the watcher (and hs_gate_check_handlers) writes, the controller reads. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -53,7 +53,7 @@ void events_announce() noexcept {
     events_lock();
     if (queue.unannounced && queue.fd >= 0) {
         const uint64_t one = 1;
-        /* EAGAIN: the counter is full, so that the reader is awake already. Nothing else can be done about an error. */
+        /* EAGAIN: the counter is full, so the reader is awake already. Other errors have no remedy. */
         [[maybe_unused]] const ssize_t written = write(queue.fd, &one, sizeof one);
     }
     queue.unannounced = false;
@@ -73,7 +73,7 @@ void events_after_fork() noexcept {
     pthread_mutex_init(&queue.lock, nullptr);
     queue.first = queue.n = 0;
     queue.dropped = 0;
-    queue.fd = -1; /* it is the parent's */
+    queue.fd = -1; /* the parent's */
     queue.unannounced = false;
 }
 
@@ -95,7 +95,7 @@ int hs_gate_read(hs_event *out, int n) {
         out[copied++].count = queue.dropped;
         queue.dropped = 0;
     }
-    if (queue.n == 0) queue.unannounced = false; /* read before it was announced: no need to wake the reader again */
+    if (queue.n == 0) queue.unannounced = false; /* read before the announcement: do not wake the reader again */
     events_unlock();
     return copied;
 }

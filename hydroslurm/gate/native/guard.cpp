@@ -1,4 +1,4 @@
-/* Handlers that others put over ours: seen, taken back, and served meanwhile. */
+/* Handlers that others install over ours: detect, replace, and serve them meanwhile. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -40,14 +40,14 @@ int signals_retake(int signo, bool chain) noexcept {
     struct sigaction now = {};
     if (is_installed(*line, now)) return 0;
     if (chain) line->previous = now;
-    line->passed_on.store(0); /* what comes to Python from here on was either seen by us, or came before */
+    line->passed_on.store(0); /* what reaches Python from here on was either seen by us, or is older */
     const struct sigaction action = action_for(*line);
     return sigaction(signo, &action, nullptr) == 0 ? 1 : -errno;
 }
 
-/* Python calls what it shows of us for two reasons: we passed a signal on to it, or one reached CPython's handler while
- * that was installed in our place. Only the second is a new request, also when it is called after we took the signal back: a
- * main thread inside a long backward() comes to it late. */
+/* Python calls the handler it shows for us in two cases: we passed a signal on, or a signal reached CPython's handler while
+ * that replaced ours. Only the second is a new request, even if the call comes after we took the signal back: a main thread
+ * inside a long backward() is late. */
 int signals_deliver(int signo) noexcept {
     Line *line = line_of_signal(signo);
     if (line == nullptr) return -ESRCH;

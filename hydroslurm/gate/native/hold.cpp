@@ -1,4 +1,4 @@
-/* A thread has reached an operator while the callback is armed: let it pass, or hold it until the gate opens. */
+/* A thread at an operator while the callback is armed: let it pass, or hold it until the gate opens. */
 #include <dlfcn.h>
 #include <string.h>
 #include <unistd.h>
@@ -15,8 +15,8 @@ namespace {
 
 std::atomic<Slot *> first_slot{nullptr};
 
-/* Python's own functions, found by name: the library serves a program without an interpreter as well, and one binary
- * serves every Python. Written by hs_gate_start() before the first callback. */
+/* Python's functions, found by name: the library also serves programs without an interpreter, and one binary serves every
+ * Python. hs_gate_start() sets them before the first callback. */
 struct Python {
     int (*holds_gil)() = nullptr;
     void *(*thread_state)() = nullptr;
@@ -33,7 +33,7 @@ template <typename Function> void find(Function &function, const char *name, con
     function = reinterpret_cast<Function>(symbol);
 }
 
-/* What a thread knows of itself. `trains` is kept once it is true; false may change (a thread that enters Python). */
+/* A thread's own facts. `trains` stays true; false may change (a thread that enters Python). */
 struct Self {
     pid_t tid = 0;
     bool trains = false;
@@ -81,8 +81,8 @@ Slot *my_slot() noexcept {
     return self.slot = slot;
 }
 
-/* PyGILState_Check() alone answers 1 in every thread once a sub-interpreter exists (3.10 to 3.12), and giving up a GIL
- * that is not held is a fatal error. So the current thread state must be ours as well. */
+/* PyGILState_Check() alone returns 1 in every thread once a sub-interpreter exists (3.10 to 3.12), and releasing a GIL that
+ * is not held is a fatal error. So the current thread state must also be ours. */
 bool holds_gil() noexcept {
     if (python.holds_gil == nullptr || python.save_thread == nullptr || python.restore_thread == nullptr) return false;
     if (!python.holds_gil()) return false;
@@ -91,8 +91,8 @@ bool holds_gil() noexcept {
 
 bool python_ends() noexcept { return python.finalizing != nullptr && python.finalizing(); }
 
-/* The interpreter ended while this daemon thread was held. Taking the GIL would end the thread by unwinding it through
- * torch's frames, which aborts the process; newer Pythons hang such a thread instead, and so do we. */
+/* If the interpreter ended while this daemon thread was held, taking the GIL would unwind the thread through torch's frames,
+ * which aborts the process. Newer Pythons hang such a thread instead, and so do we. */
 void take_gil_back(void *state) noexcept {
     if (python_ends())
         for (;;) pause();
@@ -131,12 +131,12 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
     uint32_t entered = 0;
     bool passes = false, marked = false;
     for (;;) {
-        const uint32_t generation = gate.generation.load(); /* read before the two questions: it advances after their answers have changed */
+        const uint32_t generation = gate.generation.load(); /* read first: it advances after the two answers below change */
         const uint32_t closing = gate.closed.load();
         if (closing == 0 || (passes = window_admits(closing, name, backward_node))) break;
         const bool asked_again = closing == entered && slot.generation.load() != generation;
         slot.generation.store(generation);
-        if (closing != entered) { /* the first time, or closed again before this thread woke */
+        if (closing != entered) { /* first time, or closed again before this thread woke */
             const bool backward = backward_node || arming().in_backward();
             if (marked) mark_released();
             marked = mark_held();
@@ -144,12 +144,12 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
             entered = closing;
             if (gil == nullptr && holds_gil()) gil = python.save_thread();
         } else if (asked_again) {
-            watcher_wake(); /* until it had asked, this thread could not count as held */
+            watcher_wake(); /* until now this thread could not count as held */
         }
         futex_wait(gate.generation, generation, -1);
     }
-    /* One that passes is not at rest before it has the GIL, and the watcher would take one that waits for it for quiet.
-     * So it stays held, in a generation that is over, until then. */
+    /* A passing thread still waits for the GIL. Keep its slot marked as held, in a past generation, until it has it, or the
+     * watcher reports it as quiet. */
     if (passes)
         slot.captured.store(0);
     else
@@ -165,7 +165,7 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
 void operator_reached(const char *name, bool backward_node) noexcept {
     const uint32_t closing = gate.closed.load();
     if (closing == 0) {
-        /* Opened a moment ago, or a child forked from a closed gate, which nobody else would disarm. */
+        /* Just opened, or a child forked from a closed gate, which nothing else would disarm. */
         if (gate.stale_callback.load(std::memory_order_relaxed) && gate.stale_callback.exchange(false)) arming().hold_off();
         return;
     }
@@ -175,7 +175,7 @@ void operator_reached(const char *name, bool backward_node) noexcept {
         return;
     }
     Slot *slot = my_slot();
-    if (slot == nullptr) { /* out of memory: not the moment to hold anybody unseen */
+    if (slot == nullptr) { /* out of memory: do not hold a thread unseen */
         gate.passed.fetch_add(1, std::memory_order_relaxed);
         return;
     }

@@ -1,15 +1,15 @@
-/* What the parts of the gate share. Nothing here knows torch: that is torch_gate.cpp alone, behind Arming.
+/* Shared by the gate's parts. Only torch_gate.cpp knows torch, behind Arming.
  *
  *   signals.cpp   handlers and requests -> latches           runs in signal handlers
- *   guard.cpp     handlers that others put over ours
+ *   guard.cpp     handlers that others install over ours
  *   watcher.cpp   latches -> open, close, parked             one thread, the only one that arms
  *   hold.cpp      a thread at an operator: pass or wait      runs in training threads
  *   collective_window.cpp   a closed gate that lets collectives pass   asked in training threads
  *   threads.cpp   which threads train, which are asleep      reads /proc, for the watcher
  *   events.cpp    the queue to the reader                    any thread but handlers
- *   trace.cpp     write operators down, hold nobody
- *   launch_ahead.cpp   how far the launches may be ahead of the device   asked in training threads
- *   marks.cpp     what happens, as NVTX marks and ranges     any thread but handlers; see marks.h
+ *   trace.cpp     records operators, holds nothing
+ *   launch_ahead.cpp   bounds launches ahead of the device   asked in training threads
+ *   marks.cpp     NVTX marks and ranges                      any thread but handlers; see marks.h
  *   core.cpp      start, stop, status, fork
  */
 #ifndef HYDROSLURM_GATE_INTERNAL_H
@@ -28,11 +28,11 @@
 
 namespace hs {
 
-/* --- the seam to torch; the C++ tests bring their own ------------------------------------------------------- */
+/* --- the seam to torch; C++ tests have their own -------------------------------------------------------------- */
 
 struct Arming {
     int (*hold_on)();      /* register the holding callback: 0 or -errno */
-    void (*hold_off)();    /* take it away; callbacks that are running go on */
+    void (*hold_off)();    /* remove it; running callbacks continue */
     bool (*any)();         /* is any global callback registered at all? */
     int (*trace_on)();
     void (*trace_off)();
@@ -52,16 +52,16 @@ struct DeviceStream {
     bool operator==(const DeviceStream &other) const noexcept { return device == other.device && stream == other.stream; }
 };
 
-/* The device that launches are bounded for. Nothing of it initialises a device. */
+/* The device with bounded launches. None of these functions initialises a device. */
 struct Device {
-    bool (*use)(int type);                                    /* a number of c10::DeviceType; false: torch has no such device here */
-    bool (*stream_of_thread)(DeviceStream *out);              /* that the calling thread launches on; false: on none */
-    bool (*record)(const DeviceStream &, void **event);       /* behind what was launched; makes the event if it is nullptr */
-    bool (*is_finished)(const DeviceStream &, void *event);   /* all that is before the event; true as well for a sick device */
+    bool (*use)(int type);                                    /* a number of c10::DeviceType; false: torch lacks the device */
+    bool (*stream_of_thread)(DeviceStream *out);              /* the calling thread's launch stream; false: none */
+    bool (*record)(const DeviceStream &, void **event);       /* after all launches; creates the event if it is nullptr */
+    bool (*is_finished)(const DeviceStream &, void *event);   /* all work before the event; also true for a failed device */
 };
 const Device &device();
 
-/* What the callbacks call. Neither throws nor takes a lock. */
+/* Called by the callbacks. They neither throw nor lock. */
 void operator_reached(const char *name, bool backward_node) noexcept;
 void operator_traced(const char *name, bool backward_node) noexcept;
 void operator_launches() noexcept;
@@ -76,7 +76,7 @@ int64_t epoch_ns() noexcept; /* [signal-safe] */
 pid_t thread_id() noexcept;  /* [signal-safe] */
 
 using Word = std::atomic<uint32_t>;
-void futex_wait(Word &word, uint32_t seen, int64_t timeout_ns) noexcept; /* timeout < 0: none. May wake for nothing */
+void futex_wait(Word &word, uint32_t seen, int64_t timeout_ns) noexcept; /* timeout < 0: none. May wake spuriously */
 void futex_wake(Word &word, int n) noexcept;                             /* [signal-safe] */
 
 /* --- latches: written by handlers, read by the watcher ------------------------------------------------------ */
@@ -86,16 +86,16 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "handlers need lock-fr
 constexpr int kCauses = 6;
 constexpr uint32_t kAllCauses = (1u << kCauses) - 1;
 
-/* How often something was asked for, and the last time. */
+/* Count of requests of one kind, and the last one. */
 struct Latch {
     std::atomic<uint64_t> count{0};
     std::atomic<int64_t> stamp_ns{0};
     std::atomic<int32_t> sender{0};
 };
 
-/* The stamp of the newest request for one cause and one direction. Stamps are CLOCK_MONOTONIC, made unique in this
- * process, so that they are also the order of all requests. A cause is in force while its pause is newer than its
- * resume: a latch and not a queue, so that any number of signals in any order ends in the right state. */
+/* Stamp of the newest request for one cause and direction. Stamps are CLOCK_MONOTONIC, made unique in this process, so
+ * they also order all requests. A cause is in force while its pause is newer than its resume: with a latch rather than
+ * a queue, any number of signals in any order ends in the right state. */
 using RequestStamp = std::atomic<int64_t>;
 
 struct Line {
@@ -106,9 +106,9 @@ struct Line {
     uint32_t wanted_flags;       /* as hs_gate_start() was given them */
     bool installed;
     struct sigaction previous;
-    std::atomic<pid_t> chaining; /* thread that is inside `previous`, to cut a chain that leads back to us */
-    std::atomic<pid_t> raised_in; /* thread to which `previous` has raised the signal again */
-    std::atomic<uint32_t> passed_on; /* signals that `previous` was called for, and that did not come back to hs_gate_deliver() */
+    std::atomic<pid_t> chaining; /* thread inside `previous`, to cut a chain that leads back to us */
+    std::atomic<pid_t> raised_in; /* thread in which `previous` has raised the signal again */
+    std::atomic<uint32_t> passed_on; /* signals given to `previous` that did not return to hs_gate_deliver() */
     Latch latch;
 };
 
@@ -118,8 +118,8 @@ constexpr pid_t kForkedChild = -1;
 struct Signals {
     Line lines[kLines];
     int n = 0;
-    std::atomic<pid_t> owner{0};  /* the process that the signals are meant for; 0: stopped; kForkedChild */
-    std::atomic<pid_t> rank{0};   /* in a forked child: the process that they are meant for, further up ... */
+    std::atomic<pid_t> owner{0};  /* process the signals are meant for; 0: stopped; kForkedChild */
+    std::atomic<pid_t> rank{0};   /* in a forked child: the ancestor they are meant for ... */
     std::atomic<pid_t> parent{0}; /* ... and the process that forked this one */
     Latch requests[4]; /* by action, for hs_gate_request() */
     RequestStamp pause[kCauses] = {};
@@ -132,13 +132,13 @@ int signals_check(hs_signal *table, int n) noexcept;
 int signals_prepare(hs_signal *table, int n) noexcept; /* before the watcher starts, which reads the lines */
 int signals_install(hs_signal *table, int n) noexcept; /* all or nothing */
 int signals_claim(int action, bool on) noexcept;      /* see hs_gate_claim() */
-int signals_restore() noexcept;                        /* returns how many were not ours any more */
+int signals_restore() noexcept;                        /* returns how many were no longer ours */
 int signals_replaced() noexcept;                       /* the same without restoring; an event for each */
 int signals_retake(int signo, bool chain) noexcept;    /* see hs_gate_retake() */
 int signals_deliver(int signo) noexcept;                /* [signal-safe] */
 bool action_is_ours(const struct sigaction &action) noexcept;
 struct sigaction action_for(const Line &line) noexcept;
-void signal_latch(Line &line) noexcept;                 /* as its handler does, of an unknown sender. [signal-safe] */
+void signal_latch(Line &line) noexcept;                 /* as its handler does, with unknown sender. [signal-safe] */
 void signals_after_fork() noexcept;                    /* in the child */
 void signals_clear_latches() noexcept;
 int64_t unique_stamp_ns() noexcept;                     /* [signal-safe] */
@@ -148,34 +148,34 @@ void request_stamp_raise(RequestStamp &stamp, int64_t stamp_ns) noexcept; /* [si
 
 /* Inside a closing: training threads run from one collective to the next; see hs_gate_let_through(). */
 struct CollectiveWindow {
-    std::atomic<uint32_t> closing{0};    /* the closing that is one; 0: none is */
+    std::atomic<uint32_t> closing{0};    /* the closing with a window; 0: none */
     std::atomic<int64_t> allowance{0};   /* collectives that may still pass */
-    std::atomic<int64_t> collectives{0}; /* that have passed in this closing */
-    std::atomic<uint64_t> steps{0};      /* operators of training threads that have passed: somebody goes on */
-    std::atomic<uint64_t> parked_steps{0}; /* `steps` when all were found at rest */
-    /* asked for, and not yet taken into force by the watcher */
+    std::atomic<int64_t> collectives{0}; /* collectives passed in this closing */
+    std::atomic<uint64_t> steps{0};      /* operators passed by training threads: a thread runs */
+    std::atomic<uint64_t> parked_steps{0}; /* `steps` when all were last at rest */
+    /* requested, but not yet in force */
     std::atomic<int64_t> wanted{0};
     std::atomic<int64_t> wanted_ns{0};
     std::atomic<bool> ended{false};
     std::atomic<int64_t> ended_ns{0};
     std::atomic<uint32_t> calls{0}; /* of hs_gate_let_through(), counted after `wanted` */
-    std::atomic<uint32_t> taken{0}; /* calls that the watcher has seen to */
+    std::atomic<uint32_t> taken{0}; /* calls handled by the watcher */
 };
 
-bool is_collective(const char *name) noexcept; /* an operator of torch.distributed's that sends or receives */
-/* May a training thread, met at this operator of a closed gate, go on? Counts it if so. */
+bool is_collective(const char *name) noexcept; /* an operator of torch.distributed that communicates */
+/* Whether a training thread may pass this operator of a closed gate; counts it if so. */
 bool window_admits(uint32_t closing, const char *name, bool backward_node) noexcept;
-bool window_has_moved() noexcept; /* has somebody gone on, or may, since all were found at rest? */
+bool window_has_moved() noexcept; /* has a thread moved, or may it, since all were at rest? */
 void window_clear() noexcept; /* while the gate is open */
 
 struct Gate {
     std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped */
-    Word wakeup{0};               /* futex of the watcher: woken when there is something to look at */
+    Word wakeup{0};               /* futex of the watcher: woken when there is work */
     std::atomic<uint32_t> closed{0}; /* 0 open, else the number of this closing */
-    Word generation{0};            /* futex of held threads: advanced when one of them may have to run */
-    std::atomic<uint32_t> last_closing{0}; /* numbers are never used again, also not by the next start */
-    std::atomic<uint32_t> opening{0}; /* the closing that somebody opens, or has opened; see gate_open() */
-    std::atomic<int32_t> let_go{0};   /* threads that this opening let go */
+    Word generation{0};            /* futex of held threads: advanced when one may have to run */
+    std::atomic<uint32_t> last_closing{0}; /* numbers are never reused, even by the next start */
+    std::atomic<uint32_t> opening{0}; /* the closing being opened, or last opened; see gate_open() */
+    std::atomic<int32_t> let_go{0};   /* threads released by this opening */
     std::atomic<int64_t> opened_mono_ns{0};
     std::atomic<int32_t> state{HS_STATE_RUNNING};
     std::atomic<uint32_t> causes{0};
@@ -183,10 +183,10 @@ struct Gate {
     std::atomic<int32_t> capturing{0};
     std::atomic<int64_t> passed{0};
     std::atomic<int64_t> closes{0};
-    std::atomic<int64_t> closes_before{0}; /* of this start; the rest are numbered from 1, as in the event log */
+    std::atomic<int64_t> closes_before{0}; /* before this start; later ones count from 1, as in the event log */
     std::atomic<int64_t> closed_mono_ns{0};
     std::atomic<bool> armed{false};
-    std::atomic<bool> stale_callback{false}; /* a child was forked from a closed gate: take the callback away */
+    std::atomic<bool> stale_callback{false}; /* forked from a closed gate: remove the callback */
     std::atomic<bool> quit{false};
     pthread_mutex_t arming = PTHREAD_MUTEX_INITIALIZER; /* also taken around fork() */
     CollectiveWindow window;
@@ -200,15 +200,15 @@ inline void watcher_wake() noexcept { /* [signal-safe] */
     futex_wake(gate.wakeup, 1);
 }
 
-/* Have held threads ask again whether they are held. [signal-safe] */
+/* Make held threads check again whether they are held. [signal-safe] */
 inline void generation_advance() noexcept {
     gate.generation.fetch_add(1);
     futex_wake(gate.generation, INT32_MAX);
 }
 
-/* Let the threads go that one closing holds. A resume's handler does it by itself: it usually runs in the held thread, which
- * then goes on without two more threads having to wake (median resume 94 us through the watcher, 50 us so). The
- * watcher finds the gate open, reports it and disarms. False: somebody else is at it, or was. [signal-safe] */
+/* Release the threads held by a closing. A resume's handler does this itself: it usually runs in the held thread, which
+ * continues without waking two more threads (median resume 94 us through the watcher, 50 us so). The watcher then sees
+ * the open gate, reports it and disarms. False: another thread opens it, or did. [signal-safe] */
 bool gate_open(uint32_t closing) noexcept;
 
 int arm() noexcept;
@@ -217,29 +217,29 @@ void *watcher_main(void *) noexcept;
 
 /* --- held threads ------------------------------------------------------------------------------------------- */
 
-/* One per thread that was ever held, reused when the thread ends. Written by its thread, read by the watcher. */
+/* One for each thread that was ever held, reused when it ends. Its thread writes it, the watcher reads it. */
 struct Slot {
     std::atomic<pid_t> tid{0};
     std::atomic<uint32_t> held{0};     /* the closing that holds it; 0: it runs */
-    std::atomic<uint32_t> generation{0}; /* `gate.generation` when it was last found that it has to wait */
+    std::atomic<uint32_t> generation{0}; /* `gate.generation` when it last had to wait */
     std::atomic<uint32_t> visit{0};    /* how often it was held */
     std::atomic<uint32_t> captured{0}; /* the closing during which a graph capture let it through */
     std::atomic<int64_t> since_ns{0};
     std::atomic<int32_t> phase{0};
     std::atomic<uint64_t> text[HS_TEXT_BYTES / 8] = {};
-    uint32_t reported = 0; /* watcher only: the visit that it has seen */
+    uint32_t reported = 0; /* watcher only: the last visit it reported */
     Slot *next = nullptr;
 };
 Slot *slots_first() noexcept;
 int slots_held(uint32_t closing) noexcept;
 void slot_text(const Slot &slot, char *out) noexcept;
-bool thread_trains() noexcept;    /* the calling one: is it held by a closed gate? */
-void *gil_give_up() noexcept;     /* nullptr: this thread has none to give */
+bool thread_trains() noexcept;    /* does a closed gate hold the calling thread? */
+void *gil_give_up() noexcept;     /* nullptr: this thread does not have it */
 void gil_take_back(void *) noexcept;
-void hold_find_python() noexcept; /* looks up the interpreter's functions, if there is an interpreter */
+void hold_find_python() noexcept; /* looks up the interpreter's functions, if any */
 void hold_after_fork() noexcept;
 
-/* The first thread that ran again, once per closing. */
+/* The first thread to run again, once per closing. */
 struct Release {
     std::atomic<uint32_t> closing{0};
     std::atomic<int32_t> tid{0};
@@ -252,12 +252,12 @@ extern Release release;
 
 bool name_is_autograd(const char *comm) noexcept;
 bool name_is_collective(const char *comm) noexcept;
-void thread_name(pid_t tid, char (&comm)[16]) noexcept; /* empty when it is gone */
+void thread_name(pid_t tid, char (&comm)[16]) noexcept; /* empty if it is gone */
 std::vector<pid_t> autograd_threads();
 
 struct Activity {
     enum { GONE, RUNNING, ASLEEP, UNKNOWN } state;
-    uint64_t ran; /* grows whenever the thread has run */
+    uint64_t ran; /* grows whenever the thread runs */
 };
 Activity thread_activity(pid_t tid) noexcept;
 bool terminal_may_stop_us() noexcept; /* false: our process group is orphaned */
@@ -267,17 +267,17 @@ bool terminal_may_stop_us() noexcept; /* false: our process group is orphaned */
 hs_event event_of(hs_event_kind kind) noexcept; /* both clocks and the causes filled in */
 void event_text(hs_event &event, const char *text) noexcept;
 void event_push(const hs_event &event) noexcept;
-void events_announce() noexcept; /* write the eventfd if something was pushed since */
+void events_announce() noexcept; /* write the eventfd if events were pushed since */
 void events_use_fd(int fd) noexcept;
 void events_lock() noexcept;
 void events_unlock() noexcept;
 void events_after_fork() noexcept;
 
-extern std::atomic<uint32_t> marks_bits; /* HS_MARKS_*; 0 when nobody listens */
+extern std::atomic<uint32_t> marks_bits; /* HS_MARKS_*; 0 if no tool listens */
 inline bool marks_on() noexcept { return marks_bits.load(std::memory_order_relaxed) != 0; }
 void mark_clock() noexcept;
 void mark_request(int action, int signo, int64_t stamp_ns) noexcept;
-bool mark_held() noexcept; /* the range `parked` of this thread begins; false: it was not emitted, and has no end */
+bool mark_held() noexcept; /* begin this thread's range `parked`; false: not emitted, and needs no end */
 void mark_released() noexcept;
 enum Moment { MOMENT_CLOSED, MOMENT_AT_REST, MOMENT_OPENED };
 void mark_moment(Moment moment, int64_t stamp_ns) noexcept;
@@ -289,7 +289,7 @@ void trace_lock() noexcept;
 void trace_unlock() noexcept;
 void trace_after_fork() noexcept;
 
-int forks_watch() noexcept; /* 0, or -errno: children would inherit what is not theirs */
+int forks_watch() noexcept; /* 0, or -errno: children would inherit the parent's state */
 void ahead_lock() noexcept;
 void ahead_unlock() noexcept;
 void ahead_after_fork() noexcept;

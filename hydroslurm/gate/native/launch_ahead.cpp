@@ -1,15 +1,15 @@
-/* Bounds how much work of a device is launched beyond what it has finished, so that a pause is soon followed by an idle device.
+/* Bounds the device work launched beyond what is finished, so that the device is idle soon after a pause.
  *
- * A launch takes microseconds and its kernel may take milliseconds, so that a training thread is soon a thousand kernels ahead
- * (where CUDA's own queue is full). None of them can be taken back. Here the launches of each stream are divided into slices; an
- * event is recorded behind each, and a thread that comes to an operator waits until few enough of them are unfinished.
+ * A launch takes microseconds, its kernel may take milliseconds: a training thread is soon a thousand kernels ahead (where
+ * CUDA's own queue is full), and none can be taken back. So each stream's launches are divided into slices, each followed by a
+ * recorded event, and a thread at an operator waits until few enough slices are unfinished.
  *
- * How long kernels take is only known when they are done, so the newest slice that is finished tells. Slices are made as long as
- * an eighth of the bound, but of at most kMostLaunches: kernels that suddenly take longer then exceed the bound by what is in
- * kMostSlices of them, once. A launch that takes longer than the bound goes alone: it is the "one kernel" beyond it.
+ * A kernel's time is known only when it is done; the newest finished slice gives the estimate. A slice lasts an eighth of the
+ * bound, but has at most kMostLaunches: if kernels suddenly take longer, the contents of kMostSlices exceed the bound once. A
+ * launch that takes longer than the bound goes alone: it is the "one kernel" beyond it.
  *
- * Waiting polls. To block in the driver would be to sit there when the gate closes, behind a collective that a rank which is
- * parked already will never join; a thread that polls sees the gate and goes to be held. */
+ * Waiting polls. Blocked in the driver, a thread would be stuck when the gate closes, behind a collective that a parked rank
+ * will never join; a polling thread sees the gate and goes to be held. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -28,26 +28,26 @@ constexpr int64_t kShortestPoll_ns = 20'000;
 constexpr int64_t kLongestPoll_ns = 200'000;
 
 struct Slice {
-    void *event = nullptr; /* reused; never given back, for there are few */
+    void *event = nullptr; /* reused, never freed: there are few */
     int launches = 0;
     int64_t begun_ns = 0; /* its first launch */
     int64_t ended_ns = 0; /* its event */
 };
 
-/* One of the device's queues. All of it with the lock. */
+/* One of the device's queues. All of it needs the lock. */
 struct Queue {
     DeviceStream stream;
-    Slice slices[kMostSlices]; /* a ring of those that are unfinished, as far as we know */
+    Slice slices[kMostSlices]; /* a ring of the unfinished ones, as far as known */
     int first = 0;
     int unfinished = 0;
     int behind = 0;   /* launches in these */
     int launches = 0; /* since the last event */
     int launches_per_slice = 1;
-    int64_t begun_ns = 0;    /* the first of them */
-    int64_t looked_ns = 0;   /* when the first of `slices` was last seen unfinished */
-    int64_t before_ns = 0;   /* the same of the one before it, so that the first began no earlier */
-    int64_t finished_ns = 0; /* when that one was seen finished, so that the first began no later, if it was there by then */
-    int64_t launch_ns = 0;   /* what a launch takes the device at most, on average; 0: not known yet */
+    int64_t begun_ns = 0;    /* the first of these */
+    int64_t looked_ns = 0;   /* when `slices[first]` was last seen unfinished */
+    int64_t before_ns = 0;   /* the same for its predecessor: it began no earlier */
+    int64_t finished_ns = 0; /* when its predecessor was seen finished: it began no later, if launched by then */
+    int64_t launch_ns = 0;   /* upper bound of a launch's mean device time; 0: unknown */
 
     void clear() noexcept {
         first = unfinished = behind = launches = 0;
@@ -79,7 +79,7 @@ Queue *queue_of(const DeviceStream &stream) noexcept {
 bool must_wait(const Queue &queue, int64_t bound_ns) noexcept {
     if (queue.unfinished == 0) return false;
     if (queue.unfinished == kMostSlices || queue.launch_ns == 0) return true;
-    const int next = queue.launches_per_slice > 1 ? queue.launches_per_slice : 0; /* a single one may go beyond the bound */
+    const int next = queue.launches_per_slice > 1 ? queue.launches_per_slice : 0; /* a single one may exceed the bound */
     return (queue.behind + next) * queue.launch_ns > bound_ns;
 }
 
@@ -89,9 +89,9 @@ void guess(Queue &queue, int64_t launch_ns, int64_t bound_ns) noexcept {
     queue.launches_per_slice = static_cast<int>(std::clamp<int64_t>(bound_ns / kSlicesInBound / queue.launch_ns, 1, most));
 }
 
-/* Slices were found finished. When they were is not known, only when they were not yet: what comes of that is what their launches
- * took at most. It is close for a thread that waits; one that has not looked for long takes them for longer than they are, and
- * knows better after the next wait. */
+/* Update the estimate from finished slices. When they finished is unknown, only when they had not: so it is an upper bound of
+ * their launches' time. It is close in a thread that waits; after a long time without a check it is too high until the next
+ * wait. */
 void learn(Queue &queue, int n, int64_t now_ns, int64_t bound_ns) noexcept {
     const int64_t since_ns = std::max(queue.before_ns, queue.slice(0).begun_ns);
     int launches = 0;
@@ -102,25 +102,25 @@ void learn(Queue &queue, int n, int64_t now_ns, int64_t bound_ns) noexcept {
     queue.before_ns = queue.looked_ns;
     queue.finished_ns = now_ns;
     const int64_t took_ns = (now_ns - since_ns) / launches;
-    /* up at once: too short a guess exceeds the bound, as where the next slice has a dearer mix of kernels (by 0.2 ms of 20, and one
-     * kernel). Down by half: by a quarter or an eighth no more than 17 or 13 ms of 20 were queued, and at 1 ms 5 to 10 % were lost */
+    /* up at once: a low estimate exceeds the bound, if the next slice has costlier kernels (by 0.2 ms of 20, and one kernel).
+     * Down by half: by a quarter or an eighth no more than 17 or 13 ms of 20 were queued, and at 1 ms 5 to 10 % were lost */
     guess(queue, std::max(took_ns, (queue.launch_ns + took_ns) / 2), bound_ns);
 }
 
 void look(Queue &queue, int64_t bound_ns) noexcept {
-    const int64_t now_ns = mono_ns(); /* before the device is asked */
+    const int64_t now_ns = mono_ns(); /* before the device is queried */
     int n = 0;
     while (n < queue.unfinished && device().is_finished(queue.stream, queue.slice(n).event)) ++n;
     if (n > 0) {
         learn(queue, n, mono_ns(), bound_ns);
-    } else if (queue.unfinished > 0) { /* it takes as long as this already */
+    } else if (queue.unfinished > 0) { /* it has already taken this long */
         const int64_t so_far_ns = (now_ns - std::max(queue.slice(0).ended_ns, queue.finished_ns)) / queue.slice(0).launches;
         if (queue.launch_ns > 0 && so_far_ns > queue.launch_ns) guess(queue, so_far_ns, bound_ns);
     }
     queue.looked_ns = now_ns;
 }
 
-/* An event behind all that was launched so far. False: the device takes none. */
+/* Record an event after all launches so far. False: the device accepts none. */
 bool end_slice(Queue &queue) noexcept {
     Slice &slice = queue.slice(queue.unfinished);
     if (!device().record(queue.stream, &slice.event)) return false;
@@ -134,13 +134,13 @@ bool end_slice(Queue &queue) noexcept {
     return true;
 }
 
-/* With the lock, which it gives up while it sleeps. */
+/* Call with the lock, which is released while it sleeps. */
 void wait_for_device(Queue &queue, int64_t bound_ns) noexcept {
     if (!must_wait(queue, bound_ns)) return;
     const int64_t poll_ns = std::clamp(bound_ns / (4 * kSlicesInBound), kShortestPoll_ns, kLongestPoll_ns);
     const int64_t began_ns = mono_ns();
     void *gil = gil_give_up();
-    /* a gate that is closed and not armed yet holds nobody: launches would run away until it is */
+    /* a gate that is closed but not armed holds no thread: without waiting, launches would run away until it is armed */
     while (must_wait(queue, bound_ns) && !(gate.closed.load() != 0 && gate.armed.load()) && ahead.bound_ns.load() != 0) {
         pthread_mutex_unlock(&ahead.lock);
         futex_wait(gate.closed, 0, poll_ns);
@@ -150,14 +150,14 @@ void wait_for_device(Queue &queue, int64_t bound_ns) noexcept {
     ++ahead.seen.waits;
     ahead.seen.waited_ns += mono_ns() - began_ns;
     if (gil == nullptr) return;
-    pthread_mutex_unlock(&ahead.lock); /* who has the GIL may wait for it */
+    pthread_mutex_unlock(&ahead.lock); /* the GIL's holder may wait for it */
     gil_take_back(gil);
     pthread_mutex_lock(&ahead.lock);
 }
 
 } // namespace
 
-/* In the thread that is about to launch; what it launches now is not behind any event yet. */
+/* Called in the thread about to launch; its new launch is not followed by any event yet. */
 void operator_launches() noexcept {
     const int64_t bound_ns = ahead.bound_ns.load(std::memory_order_relaxed);
     if (bound_ns == 0) {
@@ -170,7 +170,7 @@ void operator_launches() noexcept {
     if (Queue *queue = queue_of(stream)) {
         const bool ends = queue->launches >= queue->launches_per_slice;
         if (ends && arming().capturing()) {
-            queue->clear(); /* an event of ours would become a part of the graph */
+            queue->clear(); /* our event would become part of the graph */
         } else if (ends) {
             look(*queue, bound_ns);
             if (queue->unfinished < kMostSlices && end_slice(*queue)) wait_for_device(*queue, bound_ns);
@@ -184,7 +184,7 @@ void operator_launches() noexcept {
 void ahead_lock() noexcept { pthread_mutex_lock(&ahead.lock); }
 void ahead_unlock() noexcept { pthread_mutex_unlock(&ahead.lock); }
 
-/* The child has no device, and the parent's events are not its own. */
+/* Reset in a child, which has no device; the parent's events are not its own. */
 void ahead_after_fork() noexcept {
     pthread_mutex_init(&ahead.lock, nullptr);
     ahead.stale_callback.store(ahead.bound_ns.exchange(0) != 0);
@@ -206,7 +206,7 @@ int hs_gate_bound_launches(int device_type, int64_t bound_ns) {
     if (was_on) arming().launches_off();
     ahead.bound_ns.store(0);
     if (bound_ns > 0) {
-        for (Queue &queue : ahead.queues) queue.clear(); /* its events stay, and are recorded anew */
+        for (Queue &queue : ahead.queues) queue.clear(); /* its events stay, and are reused */
         ahead.seen = {};
         if (!device().use(device_type)) result = -ENODEV;
         if (result == 0) result = arming().launches_on();

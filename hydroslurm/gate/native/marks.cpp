@@ -1,4 +1,4 @@
-/* The only file that knows NVTX. Its headers find the tool by themselves (NVTX_INJECTION64_PATH); without one there is no
+/* The only file that knows NVTX. Its headers find the tool themselves (NVTX_INJECTION64_PATH); without one there is no
  * domain, and nothing else is called. */
 #include "marks.h"
 
@@ -49,7 +49,7 @@ nvtxEventAttributes_t text(const char *message) noexcept {
     return event;
 }
 
-/* Once per process: a domain that was made is never unmade. */
+/* Once per process: a domain is never destroyed. */
 bool find_tool() noexcept {
     pthread_mutex_lock(&setup);
     if (domain == nullptr) {

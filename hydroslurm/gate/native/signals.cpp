@@ -14,21 +14,21 @@ namespace {
 std::atomic<int64_t> last_stamp_ns{0};
 std::atomic<uint8_t> line_of[NSIG]; /* signal -> index of its line + 1 */
 
-/* A pause that comes in this very moment is not lost: the watcher closes again. */
+/* A pause that arrives right now is not lost: the watcher closes again. */
 bool is_in_force(int bit) noexcept { return signals.pause[bit].load() > signals.resume[bit].load(); }
 
 bool may_open() noexcept {
     constexpr int vacated_bit = 5;
     static_assert(HS_CAUSE_VACATED == 1 << vacated_bit, "bit of HS_CAUSE_VACATED");
-    /* a stop wins over every cause but this: only a closed gate may be kept so, an open one never closes for it */
+    /* a stop wins over every cause but this, which keeps a closed gate closed and never closes an open one */
     if (signals.stop.load() != 0) return !is_in_force(vacated_bit) || gate.closed.load() == 0;
     for (int bit = 0; bit < kCauses; ++bit)
         if (is_in_force(bit)) return false;
     return true;
 }
 
-/* A pause is only latched: closing the gate registers a callback, for which torch takes a mutex and allocates, so that
- * is left to the watcher. */
+/* Only latch a pause: closing the gate registers a callback, for which torch locks a mutex and allocates, so the watcher
+ * does it. */
 void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
     const int64_t stamp_ns = unique_stamp_ns();
     latch.stamp_ns.store(stamp_ns);
@@ -40,18 +40,19 @@ void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
         for (int bit = 0; bit < kCauses; ++bit)
             if (causes >> bit & 1) request_stamp_raise(stamps[bit], stamp_ns);
     }
-    latch.count.fetch_add(1); /* after the rest: the watcher looks at that when it sees this one move */
+    latch.count.fetch_add(1); /* last: when it changes, the watcher reads the rest */
     const bool opened = action != HS_ACTION_PAUSE && may_open() && gate_open(gate.closed.load());
-    /* A thread that is let go wakes the watcher by itself. To wake it here would cost that thread some 20 us where the two
-     * share a core; the watcher of a closed gate looks every 200 ms in any case. */
+    /* A released thread wakes the watcher itself. Waking it here would cost that thread some 20 us if the two share a
+     * core; the watcher of a closed gate checks every 200 ms in any case. */
     if (!opened || gate.let_go.load() == 0) watcher_wake();
-    /* A watcher that wakes on this thread's core does not always go first, short slice or not: with less than 0.1 ms of our
-     * own slice left it waits for the next tick. 2 % of all pauses took 2.7 ms so; the 99th percentile is 0.2 ms with this. */
+    /* A watcher that wakes on this thread's core does not always run first, even with a short slice: with less than
+     * 0.1 ms of our own slice left it waits for the next tick. 2 % of all pauses took 2.7 ms so; yielding lowers the 99th
+     * percentile to 0.2 ms. */
     if (action == HS_ACTION_PAUSE) sched_yield();
 }
 
-/* What would have happened without us. The signal is blocked while its handler runs, so the kill below takes effect
- * on return. Only for a STOP in a forked child: DataLoader ends its workers with SIGTERM. */
+/* Act as without us. The signal is blocked while its handler runs, so this kill takes effect on return. Only for a STOP
+ * in a forked child: DataLoader ends its workers with SIGTERM. */
 void default_action(int signo) noexcept {
     struct sigaction action = {};
     action.sa_handler = SIG_DFL;
@@ -63,7 +64,7 @@ void chain(Line &line, int signo, siginfo_t *info, void *context) noexcept {
     const struct sigaction &previous = line.previous;
     if (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN) return;
     const pid_t self = thread_id();
-    if (line.chaining.load() == self) return; /* the old handler chains to us in its turn */
+    if (line.chaining.load() == self) return; /* the old handler chains to us */
     line.chaining.store(self);
     line.passed_on.fetch_add(1);
     if (previous.sa_flags & SA_SIGINFO)
@@ -71,9 +72,9 @@ void chain(Line &line, int signo, siginfo_t *info, void *context) noexcept {
     else
         previous.sa_handler(signo);
     line.chaining.store(0);
-    /* faulthandler.register(chain=True) passes a signal on by putting back what it found, which is this handler, raising
-     * the signal, and installing itself again. Raised while we run, it comes when we return, to that handler, which would
-     * pass it on to us once more, and so on, each in a frame on top of the last until the stack ends (seen). */
+    /* faulthandler.register(chain=True) passes a signal on by restoring what it found, which is this handler, raising
+     * the signal, and installing itself again. Raised while we run, the signal arrives when we return, at that handler,
+     * which would pass it to us again, and so on, each in a frame on top of the last until the stack ends (seen). */
     struct sigaction now;
     if (sigaction(signo, nullptr, &now) != 0 || action_is_ours(now) || now.sa_handler != previous.sa_handler) return;
     line.raised_in.store(self);
@@ -81,7 +82,7 @@ void chain(Line &line, int signo, siginfo_t *info, void *context) noexcept {
     sigaction(signo, &action, nullptr);
 }
 
-/* Whether the handler that was chained has raised the signal that it was just given. */
+/* Whether the chained handler has raised the signal it was given. */
 bool came_round(Line &line, const siginfo_t *info) noexcept {
     if (line.raised_in.load() == 0 || info->si_code != SI_TKILL || info->si_pid != getpid()) return false;
     pid_t self = thread_id();
@@ -89,17 +90,17 @@ bool came_round(Line &line, const siginfo_t *info) noexcept {
 }
 
 uint32_t causes_of(const Line &line, const siginfo_t *info) noexcept {
-    /* The tty driver signals in the kernel's name, `scontrol suspend` and kill(1) in a process's. */
+    /* The tty driver sends in the kernel's name; `scontrol suspend` and kill(1) in a process's. */
     const bool terminal = line.signo == SIGTSTP && line.action == HS_ACTION_PAUSE && info->si_code == SI_KERNEL;
     return terminal ? static_cast<uint32_t>(HS_CAUSE_TERMINAL) : line.causes;
 }
 
-/* While a Run answers for the stops, one that is sent to all processes of the job step would cost the rank what its
- * children are at, and perhaps the save. Who made the child may end it (`Process.terminate()`), and so may anybody once
- * its parent is gone. */
+/* While a Run claims the stops, a stop sent to all processes of the job step would cost the rank its children's work,
+ * and perhaps the save. The child's creator may still end it (`Process.terminate()`), and once its parent is gone so
+ * may any process. */
 bool is_meant_for_rank(const Line &line, pid_t owner, const siginfo_t *info) noexcept {
     const bool claimed = line.flags.load() != line.wanted_flags;
-    const pid_t parent = owner > 0 ? owner : signals.parent.load(); /* > 0: the fork is not over yet */
+    const pid_t parent = owner > 0 ? owner : signals.parent.load(); /* > 0: the fork is still under way */
     if (!claimed || info->si_code > 0 || getppid() != parent) return false;
     return info->si_pid != parent && info->si_pid != signals.rank.load() && info->si_pid != getpid();
 }
@@ -107,19 +108,19 @@ bool is_meant_for_rank(const Line &line, pid_t owner, const siginfo_t *info) noe
 void on_signal(int signo, siginfo_t *info, void *context) noexcept {
     const int saved_errno = errno;
     const uint8_t index = line_of[signo].load();
-    if (index == 0) return; /* our address was saved by somebody before a restart with another table */
+    if (index == 0) return; /* other code saved our address before a restart with another table */
     Line &line = signals.lines[index - 1];
     const pid_t owner = signals.owner.load();
     if (came_round(line, info)) {
-        /* has been answered */
+        /* already handled */
     } else if (owner == getpid()) {
         latch(line.latch, line.action, causes_of(line, info), info->si_code <= 0 ? info->si_pid : 0);
         if (!(line.flags.load() & HS_SIGNAL_NO_CHAIN)) chain(line, signo, info, context);
     } else if (owner == 0) {
-        chain(line, signo, info, context); /* stopped, and called by somebody who had saved our address */
+        chain(line, signo, info, context); /* stopped, and called by code that saved our address */
     } else if (line.action == HS_ACTION_STOP ? !is_meant_for_rank(line, owner, info)
                                              : (line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED) != 0) {
-        /* A forked child, or one between vfork and exec: a pause is not meant for it, an end (or Ctrl-C) is. */
+        /* A forked child, or one between vfork and exec: a pause is not meant for it, a stop (or Ctrl-C) is. */
         if (line.previous.sa_handler == SIG_DFL)
             default_action(signo);
         else
@@ -133,7 +134,7 @@ bool leave_alone(uint32_t flags, const struct sigaction &previous) noexcept {
     return previous.sa_handler == SIG_DFL && (flags & HS_SIGNAL_ONLY_IF_HANDLED);
 }
 
-/* -errno; 0: to be installed; 1: to be left alone. Changes nothing in the process. */
+/* Returns -errno; 0: install it; 1: leave it alone. Changes nothing in the process. */
 int prepare_line(Line &line, const hs_signal &wanted) noexcept {
     line.signo = wanted.signo;
     line.action = wanted.action;
@@ -156,8 +157,8 @@ bool action_is_ours(const struct sigaction &action) noexcept {
 
 void signal_latch(Line &line) noexcept { latch(line.latch, line.action, line.causes, 0); }
 
-/* All of our signals are blocked in each of our handlers. Without that a resume that comes right behind its pause would
- * get its frame on top of the pause's, run first, and the rank would stay paused. */
+/* Block all of our signals in each of our handlers. Otherwise a resume right after its pause would get its frame on top
+ * of the pause's and run first, and the rank would stay paused. */
 struct sigaction action_for(const Line &line) noexcept {
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
@@ -210,7 +211,7 @@ int signals_prepare(hs_signal *table, int n) noexcept {
         if (table[i].result < 0) return table[i].result;
         if (table[i].result == 0) line_of[table[i].signo].store(static_cast<uint8_t>(i + 1));
     }
-    signals.n = n; /* last: the table is whole */
+    signals.n = n; /* last: the table is complete */
     return 0;
 }
 
@@ -232,7 +233,7 @@ int signals_install(hs_signal *table, int n) noexcept {
     return 0;
 }
 
-/* What claim took, because nobody else wanted it, goes back to the default; the rest chains again. */
+/* Restore the default of signals that only the claim handled; chain the rest again. */
 static void unclaim_line(Line &line) noexcept {
     line.flags.store(line.wanted_flags);
     if (!line.installed || line.previous.sa_handler != SIG_DFL || !(line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED)) return;
@@ -241,7 +242,7 @@ static void unclaim_line(Line &line) noexcept {
     line.installed = false;
 }
 
-/* -errno; 1: we listen to it; 0: it is ignored, and stays so. */
+/* -errno; 1: we handle it; 0: it is ignored, and stays so. */
 static int claim_line(Line &line, uint8_t index) noexcept {
     line.flags.store(line.wanted_flags | HS_SIGNAL_NO_CHAIN);
     struct sigaction now;

@@ -1,4 +1,4 @@
-/* What /proc says about the threads of this process. For the watcher; nothing here is signal-safe. */
+/* Threads of this process, from /proc. For the watcher; nothing here is signal-safe. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -13,7 +13,7 @@
 namespace hs {
 namespace {
 
-/* Reads a small file whole; what was read is ended by NUL. Returns the length, -1 on error. */
+/* Read a small file whole, and end it with NUL. Returns the length, -1 on error. */
 template <size_t N> ssize_t read_small(const char *path, char (&text)[N]) noexcept {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return -1;
@@ -29,8 +29,8 @@ template <size_t N> ssize_t read_task(pid_t tid, const char *file, char (&text)[
     return read_small(path, text);
 }
 
-/* Time on a CPU, else (a kernel without scheduler statistics) how often it was switched out: both stand still exactly
- * when the thread does not run. */
+/* Time on a CPU, else (a kernel without scheduler statistics) the number of context switches: both are constant exactly while
+ * the thread does not run. */
 bool read_ran(pid_t tid, uint64_t &ran) noexcept {
     char text[2048];
     if (read_task(tid, "schedstat", text) > 0) {
@@ -49,7 +49,7 @@ pid_t parent_of(pid_t pid) noexcept {
     char path[32], text[512];
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
     if (read_small(path, text) <= 0) return -1;
-    const char *after_name = strrchr(text, ')'); /* the name may contain anything, blanks and brackets too */
+    const char *after_name = strrchr(text, ')'); /* the name may contain blanks and brackets */
     int parent = -1;
     if (after_name == nullptr || sscanf(after_name, ") %*c %d", &parent) != 1) return -1;
     return parent;
@@ -106,8 +106,8 @@ Activity thread_activity(pid_t tid) noexcept {
     return activity;
 }
 
-/* POSIX: a group is orphaned when no member has its parent outside the group and inside the session; nobody could
- * continue it, so that the kernel does not stop it for a SIGTSTP. We ask for our own ancestors only. */
+/* POSIX: a group is orphaned when no member's parent is outside the group and inside the session; nobody could continue it,
+ * so the kernel does not stop it for a SIGTSTP. We check only our own ancestors. */
 bool terminal_may_stop_us() noexcept {
     const pid_t group = getpgrp(), session = getsid(0);
     pid_t parent = getppid();

@@ -1,8 +1,8 @@
-/* The only file that touches torch: callbacks, armed and disarmed, and two questions.
+/* The only file that touches torch: callbacks, armed and disarmed, and two queries.
  *
- * addGlobalCallback() and removeCallback() may be called while other threads run operators: since torch 1.12 the list
- * is replaced under a mutex, and each thread takes its own copy when it sees a new version number. A callback may still
- * be running in a thread when removeCallback() returns, which is why this library is never unloaded. */
+ * addGlobalCallback() and removeCallback() may be called while other threads run operators: since torch 1.12 the list is
+ * replaced under a mutex, and each thread copies it when it sees a new version number. A callback may still be running in
+ * another thread when removeCallback() returns, so this library is never unloaded. */
 #include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <dlfcn.h>
@@ -65,14 +65,14 @@ void remove(at::CallbackHandle &handle) noexcept {
     try {
         if (handle != at::INVALID_CALLBACK_HANDLE) at::removeCallback(handle);
     } catch (...) {
-        /* gone already: clearGlobalCallbacks() was called */
+        /* already gone: clearGlobalCallbacks() was called */
     }
     handle = at::INVALID_CALLBACK_HANDLE;
 }
 
 /* --- CUDA graph capture ------------------------------------------------------------------------------------- */
 
-/* The three values that matter here, from cuda.h, which a machine that compiles this need not have. */
+/* The three values used here from cuda.h, which a machine that compiles this may lack. */
 constexpr int kCudaSuccess = 0;
 constexpr int kCaptureNone = 0;
 constexpr int kCaptureImplicit = 906; /* the legacy stream, while another stream of the context captures */
@@ -92,7 +92,7 @@ template <typename Function> void find(Function &function, const char *library, 
     function = reinterpret_cast<Function>(symbol_of(library, name));
 }
 
-/* CUDA may come into the process at any time, so this is asked again at each closing; a library that is not there yet is not loaded. */
+/* CUDA may come into the process at any time: look again at each closing, but do not load a missing library. */
 std::atomic<const Driver *> driver{nullptr};
 
 void find_driver() noexcept {
@@ -104,7 +104,7 @@ void find_driver() noexcept {
     if (found.context_current != nullptr && found.stream_is_capturing != nullptr) driver.store(&found);
 }
 
-/* Newer torch hands out the native stream by itself, older ones through libc10_cuda. */
+/* Newer torch returns the native stream itself, older ones through libc10_cuda. */
 template <typename Guard>
 auto native_stream(const Guard &guard, const c10::Stream &stream, const Driver &, int)
     -> decltype(guard.getStreamNativeHandle(stream)) {
@@ -179,7 +179,7 @@ bool event_is_finished(const hs::DeviceStream &, void *event) {
     try {
         return bounded.load()->queryEvent(event);
     } catch (...) {
-        return true; /* its error is the training's to see, at the next call of its own */
+        return true; /* the training's next own call will report its error */
     }
 }
 

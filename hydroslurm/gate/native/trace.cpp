@@ -1,4 +1,4 @@
-/* Tracing: every operator is counted, the first ones are written down, nobody is held. */
+/* Tracing: count every operator, record the first ones, hold no thread. */
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* The watcher thread: from latches to an open or a closed gate, and from there to PARKED.
+/* The watcher thread: latches -> open or closed gate -> PARKED.
  *
  * It blocks every signal, needs no GIL, and is the only thread that arms and disarms. */
 #include <errno.h>
@@ -14,18 +14,18 @@
 namespace hs {
 namespace {
 
-/* After a move the reader is not notified before a thread has been held, or has run again, or this much has passed: it is
- * a Python thread, and awake it would fight for the GIL with the very thread that is on its way to the gate (first
- * held 169 us after the signal when it was notified at once, in the median, and about 75 us so). */
+/* After a move, do not notify the reader until a thread was held or ran again, or this much time has passed. The reader
+ * is a Python thread: awake, it would compete for the GIL with the thread on its way to the gate (median time until
+ * first held: 169 us with immediate notification, about 75 us so). */
 constexpr int64_t kNotifyDelay_ns = 1 * kMs;
 constexpr int64_t kTickMin_ns = 1 * kMs;
 constexpr int64_t kTickMax_ns = 10 * kMs;
 constexpr int64_t kParkedTick_ns = 200 * kMs;
 constexpr int64_t kLookMin_ns = 1 * kMs;
-constexpr int64_t kLookMax_ns = 250 * kMs; /* older: we were stopped or starved in between, look again */
+constexpr int64_t kLookMax_ns = 250 * kMs; /* older: we were stopped or starved in between; check again */
 constexpr int64_t kTerminalBound_ns = 500 * kMs;
 
-/* The first of two looks at a thread that is not held. */
+/* The first of two checks of a thread that is not held. */
 struct Look {
     int64_t at_ns = 0;
     uint64_t ran = 0;
@@ -35,7 +35,7 @@ struct ParkCheck {
     bool parked = true;
     int held = 0;
     int quiet = 0;
-    int64_t at_ns = 0; /* when the last of them came to rest */
+    int64_t at_ns = 0; /* when the last thread came to rest */
     const Slot *last = nullptr; /* held last */
 };
 
@@ -81,17 +81,17 @@ class Watcher {
     uint64_t seen_lines_[kLines] = {};
     uint64_t seen_requests_[4] = {};
     uint32_t causes_ = 0;
-    int64_t terminal_checked_ns_ = 0; /* the Ctrl-Z that was looked at last */
+    int64_t terminal_checked_ns_ = 0; /* the last Ctrl-Z checked */
     uint32_t held_for_ = 0;  /* every cause of this closing */
     bool closed_ = false;    /* closed, armed, and the opening not yet reported */
     bool stopping_ = false;
-    bool refused_ = false;   /* torch would not take the callback */
+    bool refused_ = false;   /* torch refused the callback */
     bool first_reported_ = false;
     uint32_t closing_ = 0;   /* number of the last closing */
-    uint32_t released_ = 0;  /* the closing whose release was reported */
+    uint32_t released_ = 0;  /* closing with the last reported release */
     int64_t asked_ns_ = 0;   /* stamp of the request that closed the gate */
     int64_t closed_ns_ = 0;
-    int64_t moved_ns_ = 0;      /* when threads were last let go on: no rest is older */
+    int64_t moved_ns_ = 0;      /* when threads were last let go on; any rest is later */
     int64_t tick_ns_ = kTickMin_ns;
     int64_t notify_after_ns_ = 0;
     uint64_t pausing_ = HS_NO_RANGE;
@@ -119,7 +119,7 @@ void Watcher::run() noexcept {
         if (quit) break;
         update_window();
         if (is_closed()) report_held();
-        announce(); /* before /proc is read, which takes longer than all of the above */
+        announce(); /* before reading /proc, which takes longer than all of the above */
         if (is_closed() && !is_notify_delayed()) {
             if (gate.state.load() == HS_STATE_PARKING) check_parked();
             keep_callback();
@@ -128,7 +128,7 @@ void Watcher::run() noexcept {
         announce();
         futex_wait(gate.wakeup, seen_wakeup, wait_timeout_ns());
     }
-    while (closed_) { /* a handler was about to open when the gate was stopped: only the scheduler delays it */
+    while (closed_) { /* at the stop a handler was about to open: only the scheduler delays it */
         sched_yield();
         move();
     }
@@ -204,12 +204,12 @@ void Watcher::move() noexcept {
     causes_ = causes_now();
     gate.causes.store(causes_);
     held_for_ |= causes_;
-    const bool vacated = closed_ && (causes_ & HS_CAUSE_VACATED) != 0; /* keeps a gate closed, and never closes one after a stop */
+    const bool vacated = closed_ && (causes_ & HS_CAUSE_VACATED) != 0; /* keeps a gate closed; never closes it after a stop */
     const bool want_closed = causes_ != 0 && (!stopping_ || vacated) && !gate.quit.load();
     bool moved = false;
     if (closed_ && (!want_closed || gate.closed.load() == 0)) {
         gate_open(closing_);
-        if (gate.closed.load() != 0) return; /* a handler is about to open, and wakes us when it has */
+        if (gate.closed.load() != 0) return; /* a handler is about to open, and then wakes us */
         report_opened();
         report_release();
         moved = true;
@@ -218,7 +218,7 @@ void Watcher::move() noexcept {
         close(before);
         moved = true;
     }
-    /* also when a request changed nothing: whoever asked waits for an answer */
+    /* even if a request changed nothing: the caller waits for an answer */
     if (!moved && (causes_ != before || n_collected_ != 0)) event_push(event_with(HS_EVENT_CAUSES_CHANGED, 0));
     if (!want_closed) refused_ = false;
     if (stopping_ && !closed_) gate.state.store(HS_STATE_STOPPING);
@@ -233,8 +233,8 @@ void Watcher::close(uint32_t causes_before) noexcept {
     gate.window.collectives.store(0);
     asked_ns_ = oldest_request_ns();
     closing_ = gate.last_closing.fetch_add(1) + 1;
-    gate.closes.fetch_add(1); /* before a thread can be held, which reports the number of its pause */
-    gate.closed.store(closing_); /* before arming: the first operator that gets there must find it closed */
+    gate.closes.fetch_add(1); /* before threads can be held: they report the pause's number */
+    gate.closed.store(closing_); /* before arming: the first operator must find it closed */
     if (const int error = arm(); error < 0) return report_refused(error, causes_before);
     refused_ = false;
     closed_ = true;
@@ -273,9 +273,9 @@ int64_t Watcher::oldest_request_ns() const noexcept {
     return oldest_ns;
 }
 
-/* After gate_open(), by whomever. What opened it is the newest resume of a cause that had closed it, or a stop. */
+/* Report an opening by any thread. Its cause is a stop, or the newest resume of a cause of the closing. */
 void Watcher::report_opened() noexcept {
-    disarm(); /* last: a thread that reaches the callback meanwhile sees an open gate */
+    disarm(); /* last: a thread in the callback already sees an open gate */
     closed_ = false;
     gate.closed_mono_ns.store(0);
     gate.state.store(HS_STATE_RUNNING);
@@ -298,7 +298,7 @@ void Watcher::report_opened() noexcept {
 
 /* --- collective windows --------------------------------------------------------------------------------------- */
 
-/* Stamps older than this closing's were meant for another one, or for an open gate. */
+/* Ignore stamps older than this closing: they were meant for another one, or for an open gate. */
 void Watcher::update_window() noexcept {
     CollectiveWindow &window = gate.window;
     const bool here = closed_ && is_closed();
@@ -328,15 +328,15 @@ void Watcher::let_through(int64_t n) noexcept {
     generation_advance();
 }
 
-/* Also when a quiet thread moves in a window: threads that no longer rest must not be reported as resting. */
+/* Leave PARKED, even when a quiet thread moves in a window: threads that no longer rest must not be reported so. */
 void Watcher::unpark() noexcept {
     gate.state.store(HS_STATE_PARKING);
     tick_ns_ = kTickMin_ns;
     mark_pausing();
 }
 
-/* A closed gate whose callback is gone holds nobody who is not held already. Only "no callback at all" can be seen
- * through torch's interface; clearGlobalCallbacks(), the one call that takes ours away, leaves exactly that. */
+/* Restore a lost callback: without it a closed gate holds no further thread. Through torch's interface only "no callback
+ * at all" is visible; clearGlobalCallbacks(), the one call that removes ours, leaves exactly that. */
 void Watcher::keep_callback() noexcept {
     if (!is_closed() || arming().any()) return;
     hs_event event = event_with(HS_EVENT_CALLBACK_LOST, 0);
@@ -361,7 +361,7 @@ void Watcher::report_held() noexcept {
         if (is_in_window()) notify_after_ns_ = 0; /* it has arrived */
         if (!first && !parked) continue;
         hs_event event = event_with(first && !parked ? HS_EVENT_FIRST_OPERATOR_HELD : HS_EVENT_LATE_OPERATOR_HELD, asked_ns_);
-        event.mono_ns = std::max(next->since_ns.load(), closed_ns_); /* it may get there before arm() has returned */
+        event.mono_ns = std::max(next->since_ns.load(), closed_ns_); /* it may arrive before arm() returns */
         event.tid = next->tid.load();
         event.phase = next->phase.load();
         slot_text(*next, event.text);
@@ -385,7 +385,7 @@ void Watcher::report_release() noexcept {
 
 /* --- NVTX --------------------------------------------------------------------------------------------------- */
 
-/* Again when somebody is let go on: what has not come to rest is pausing. */
+/* Also when threads are let go on: those not at rest are pausing. */
 void Watcher::mark_pausing() noexcept {
     end_mark(resuming_);
     if (pausing_ == HS_NO_RANGE) pausing_ = hs_marks_begin(HS_RANGE_PAUSING, pause_number());
@@ -406,7 +406,7 @@ void Watcher::check_parked() noexcept {
     const uint64_t steps = gate.window.steps.load();
     try {
         check = check_threads();
-    } catch (...) { /* out of memory: try again at the next tick */
+    } catch (...) { /* out of memory: retry at the next tick */
         return;
     }
     gate.quiet.store(check.quiet);
@@ -434,12 +434,12 @@ ParkCheck Watcher::check_threads() {
         if (tid == 0) continue;
         if (slot->held.load() == closing_) {
             ++check.held;
-            if (slot->generation.load() != gate.generation.load()) check.parked = false; /* woken, and perhaps to go on */
+            if (slot->generation.load() != gate.generation.load()) check.parked = false; /* woken, and may go on */
             if (check.last == nullptr || slot->since_ns.load() > check.last->since_ns.load()) check.last = slot;
             check.at_ns = std::max(check.at_ns, slot->since_ns.load());
             tids.erase(std::remove(tids.begin(), tids.end(), tid), tids.end());
         } else if (slot->captured.load() == closing_) {
-            check.parked = false; /* it captures, or has since; held at the next operator after the capture */
+            check.parked = false; /* it captures, or did; held at its next operator after that */
         } else if (std::find(tids.begin(), tids.end(), tid) == tids.end()) {
             tids.push_back(tid);
         }
@@ -471,25 +471,25 @@ void Watcher::check_sleeper(pid_t tid, ParkCheck &check) {
 
 /* --- Ctrl-Z ------------------------------------------------------------------------------------------------- */
 
-/* The shell waits for its job to stop: parked is not enough. The signal goes to this very thread, so that the whole
+/* Stop the process: the shell waits for that, parked is not enough. The signal goes to this thread, so that the whole
  * process stops before the call returns; when it returns we were continued, whatever SIGCONT's handler does. */
 void Watcher::stop_for_terminal() noexcept {
     if (!(causes_ & HS_CAUSE_TERMINAL)) return;
     const bool waited = gate.state.load() != HS_STATE_PARKING || mono_ns() - closed_ns_ >= kTerminalBound_ns;
     if (!waited) return;
     const int64_t ctrl_z_ns = signals.pause[3].load();
-    if (signals.resume[3].load() >= ctrl_z_ns) return; /* continued in the meantime */
+    if (signals.resume[3].load() >= ctrl_z_ns) return; /* already continued */
     event_push(event_with(HS_EVENT_TERMINAL_STOP, ctrl_z_ns));
     events_announce();
-    /* Once more, right before it: a SIGCONT that comes between the look and the stop is lost, as in any program that
-     * stops itself. A shell that watches a process further up may send it within a millisecond. */
+    /* Check again right before the stop: a SIGCONT between check and stop is lost, as in any program that stops itself.
+     * A shell that watches a process further up may send it within a millisecond. */
     if (signals.resume[3].load() >= ctrl_z_ns) return;
     syscall(SYS_tgkill, getpid(), thread_id(), SIGSTOP);
     request_stamp_raise(signals.resume[3], ctrl_z_ns);
-    watcher_wake(); /* look again at once */
+    watcher_wake(); /* check again at once */
 }
 
-/* What sched_setattr(2) takes; glibc has it from 2.41 on. */
+/* Argument of sched_setattr(2); glibc has it from 2.41 on. */
 struct SchedAttr {
     uint32_t size, policy;
     uint64_t flags;
@@ -498,9 +498,9 @@ struct SchedAttr {
     uint64_t runtime_ns, deadline_ns, period_ns;
 };
 
-/* Ask for a short slice. Where all cores are busy a thread that wakes waits for the end of somebody's slice, 3 to 4 ms:
- * that was the 99th percentile of a pause. EEVDF (Linux 6.12 and later) lets a thread with a short one go first; older
- * kernels take no notice. Needs no privilege, and the watcher runs for microseconds a pause. */
+/* Ask for a short time slice. If all cores are busy, a woken thread waits 3 to 4 ms for the end of another's slice: that
+ * was the 99th percentile of a pause. EEVDF (Linux 6.12 and later) lets a thread with a short one go first; older
+ * kernels ignore it. It needs no privilege, and the watcher runs for microseconds per pause. */
 void ask_for_short_slice() noexcept {
     SchedAttr attr = {};
     attr.size = sizeof attr;
