@@ -92,7 +92,7 @@ class JobRunner:
         return self._run(client, at_least_one=True)
 
     train = __call__
-    """What later versions of Caffe2 call it."""
+    """Name in later versions of Caffe2."""
 
     def run(self) -> int:
         """Run the job to its end; returns the number of completed epochs.
@@ -128,7 +128,7 @@ class JobRunner:
         return run.epoch
 
     def _branch(self) -> tuple[CheckpointManager | None, Checkpoint | None]:
-        """The manager of this run, and what it starts from while it has no checkpoint."""
+        """Return this run's manager, and its starting point while it has no checkpoint."""
         manager, epoch = self.checkpoint_manager, self.resume_from_epoch
         if manager is None or epoch is None:
             return manager, None
@@ -139,11 +139,11 @@ class JobRunner:
 
 
 _done: dict[Path, tuple[str, ...]] = {}
-"""Directory -> signature of the job that this process has finished, or found finished, there."""
+"""Directory -> signature of the job that this process finished, or found finished, there."""
 
 
 def _require_one_job(directory: Path, job: Job) -> None:
-    """Refuse the second of two jobs in one directory: it would get what the first has trained.
+    """Refuse a second job in one directory: it would get the first one's training.
 
     Raises:
         UsageError: another job is done there.
@@ -157,11 +157,11 @@ def _require_one_job(directory: Path, job: Job) -> None:
 
 @contextmanager
 def _folder_for_now() -> Iterator[Path]:
-    """A run folder that goes with the run.
+    """Yield a run folder that is removed with the run.
 
     After a stop the installation lives on until the process ends, and its threads still write here:
-    a file that came during the removal once replaced the exit status 75 by an error's. So what
-    cannot be removed yet goes at exit: ours was registered first, and runs behind the uninstalling.
+    a file created during the removal once replaced exit status 75 by an error's. So anything left
+    is removed at exit: this hook was registered first, and so runs after the uninstalling.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -169,7 +169,7 @@ def _folder_for_now() -> Iterator[Path]:
 
 
 class JobRun:
-    """What ``job.run`` is: one attempt of a job, whose groups a client runs in order.
+    """The value of ``job.run``: one attempt of a job, whose groups a client runs in order.
 
     Attributes:
         epoch: the current epoch, from 0; between two, the number of completed epochs.
@@ -183,7 +183,7 @@ class JobRun:
         directory: Path | None,
         origin: Checkpoint | None,
     ) -> None:
-        """``origin``: what to start from while the run has no checkpoint of its own."""
+        """``origin``: the starting point while the run has no checkpoint of its own."""
         self._job, self._client, self._manager = runner.job, client, runner.checkpoint_manager
         self._retrieved = runner.resume_from_epoch if origin else None
         options = self._manager or CheckpointManager(every_steps=0, every_s=0)
@@ -480,7 +480,7 @@ class JobRun:
             raise
 
     def _outlook(self) -> str:
-        """What is committed, and what a restart will do with it."""
+        """Say what is committed, and how a restart will use it."""
         if self._manager is None:
             return "Nothing is saved without a checkpoint_manager: a restart starts over"
         newest = self._newest_committed()
@@ -506,10 +506,10 @@ class JobRun:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Around the whole job: finish the run, or record the error.
+        """Finish the run after the whole job, or record the error.
 
-        The exit group is part of the run. So its end counts at once where the last epoch is
-        committed: a restart has that for the code after the JobRunner.
+        The exit group belongs to the run. So its end counts at once if the last epoch is committed:
+        a restart has that for the code after the JobRunner.
         """
         try:
             yield
@@ -527,7 +527,7 @@ class JobRun:
 
     def _load_finished(self, step: int) -> bool:
         """Load the last epoch, for the code after the JobRunner: it may not have run yet, and must
-        not work on untrained objects. Returns whether it is there."""
+        not work on untrained objects. Return whether it exists."""
         session = self._session
         is_loaded = self._manager is not None and session.load_newest()
         if is_loaded and self.step == step and self._progress.ended:

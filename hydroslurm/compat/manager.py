@@ -35,11 +35,11 @@ from hydroslurm.training.run import Run
 
 @dataclass(frozen=True)
 class LoadedState(State):
-    """A state that was read. Called, as a client does, it gives these objects theirs from it.
+    """A loaded state. Calling it, as a client does, restores the objects from it.
 
     Attributes:
         source: the checkpoint, for messages.
-        objects: asked for when it is called.
+        objects: called to get the objects.
     """
 
     source: str
@@ -105,13 +105,13 @@ class CheckpointManager:
         """
         if self._root is not None:
             return self._root
-        found = run_folders.from_environment(os.environ)
-        if found is None:
+        run_dir = run_folders.from_environment(os.environ)
+        if run_dir is None:
             raise UsageError(
                 "this process is not in a Slurm job, so there is no run folder; give one: "
                 'CheckpointManager("runs/my-run")'
             )
-        return found.root.absolute()
+        return run_dir.root.absolute()
 
     def branch(self, epoch: int) -> CheckpointManager:
         """The manager for a job that went back to an epoch of this one, in a separate folder."""
@@ -125,8 +125,8 @@ class CheckpointManager:
     def init(
         self, nodes: Collection[str] | None = None, retrieve_from_epoch: int | None = None
     ) -> TaskGroup:
-        """The task that fixes which objects are saved and loaded: all that the current job has
-        registered by then. ``nodes``: as in ``job.nodes_to_checkpoint()``; all ranks take part.
+        """Return the task that fixes which objects are saved and loaded: all those the current job
+        has registered by then. ``nodes``: as in ``job.nodes_to_checkpoint()``; all ranks take part.
 
         Args:
             retrieve_from_epoch: take :meth:`blob_list` from this epoch's checkpoint.
@@ -145,14 +145,14 @@ class CheckpointManager:
             names = job.names()
             self._objects = {name: job[name] for name in names}
             if retrieve_from_epoch is not None:
-                found = self.find(epoch=retrieve_from_epoch)
-                names = tuple(self._store().files_of(found).shared().state)
+                checkpoint = self.find(epoch=retrieve_from_epoch)
+                names = tuple(self._store().files_of(checkpoint).shared().state)
             self._blobs = tuple(name for name in names if name != PROGRESS)
 
         return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
 
     def blob_list(self) -> tuple[str, ...]:
-        """The names of the saved objects.
+        """Return the names of the saved objects.
 
         Raises:
             UsageError: :meth:`init` has not been run.
@@ -162,7 +162,7 @@ class CheckpointManager:
         return self._blobs
 
     def save(self, epoch: int) -> TaskGroup:
-        """The task that commits the checkpoint of an epoch. A JobRunner runs it after each epoch;
+        """Return the task that commits an epoch's checkpoint. A JobRunner runs it after each epoch;
         your own single-process loop can do the same, and a JobRunner can resume from there.
 
         Running it raises what :meth:`Run.save` does, and UsageError if the epoch already has a
@@ -171,7 +171,7 @@ class CheckpointManager:
         return _group_of(lambda: self._save(epoch), f"save({epoch})")
 
     def objects(self) -> Mapping[str, Any]:
-        """The objects fixed by :meth:`init`, by name."""
+        """Return the objects fixed by :meth:`init`, by name."""
         if not self._objects:
             raise UsageError(
                 "nothing to save or load yet: run client.run(manager.init(nodes)) first"
@@ -198,30 +198,30 @@ class CheckpointManager:
         store = CheckpointStore(RunDir(self.directory).checkpoints)
         write_checkpoint(store, state, SaveRequest(epoch, EPOCH, epoch))
 
-    # --- which there are
+    # --- existing checkpoints
     # --------------------------------------------------------------------------------------------
 
     def committed(self) -> tuple[Checkpoint, ...]:
-        """All that are there, oldest first. Whether their files are good is not looked at."""
+        """Return all committed checkpoints, oldest first, without checking their files."""
         return self._store().committed()
 
     def epochs(self) -> tuple[int, ...]:
-        """The epochs that have a checkpoint, in order."""
-        return tuple(one.epoch for one in self.committed() if one.kind == EPOCH)
+        """Return the epochs that have a checkpoint, in order."""
+        return tuple(c.epoch for c in self.committed() if c.kind == EPOCH)
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The newest epoch that has a checkpoint, None when there is none; or ``user_epoch``, when
-        that one has.
+        """Return the newest epoch that has a checkpoint, None if there is none; or ``user_epoch``
+        if that has one.
 
         Raises:
-            CheckpointMissing: ``user_epoch`` has none; says which have.
+            CheckpointMissing: ``user_epoch`` has none; the message lists those that have.
         """
         if user_epoch is not None:
             return self.find(epoch=user_epoch).epoch
         return max(self.epochs(), default=None)
 
     def cp_accessible(self, epoch: int) -> bool:
-        """Whether there is a checkpoint of this epoch that can be loaded. Reads all of it."""
+        """Whether this epoch has a loadable checkpoint. Reads all of it."""
         try:
             self._store().verify(self.find(epoch=epoch))
         except CheckpointError:
@@ -229,47 +229,47 @@ class CheckpointManager:
         return True
 
     def find(self, *, epoch: int | None = None, step: int | None = None) -> Checkpoint:
-        """A checkpoint, by epoch or by step; else the newest.
+        """Return a checkpoint by epoch or step, by default the newest.
 
         Raises:
-            CheckpointMissing: there is none; says which there are.
+            CheckpointMissing: there is none; the message lists the existing ones.
             UsageError: both ``epoch`` and ``step`` were given.
         """
         if epoch is not None and step is not None:
             raise UsageError(
                 f"epoch={epoch} and step={step}: a checkpoint is chosen by one of them"
             )
-        found = [
-            one
-            for one in self.committed()
-            if (epoch is None or (one.kind, one.epoch) == (EPOCH, epoch))
-            and (step is None or one.step == step)
+        matching = [
+            c
+            for c in self.committed()
+            if (epoch is None or (c.kind, c.epoch) == (EPOCH, epoch))
+            and (step is None or c.step == step)
         ]
-        if not found:
+        if not matching:
             raise CheckpointMissing(self._missing(epoch, step))
-        return found[-1]
+        return matching[-1]
 
     def load(self, epoch: int | None = None, *, step: int | None = None) -> LoadedState:
-        """A whole state, verified, on the CPU. A client that runs it gives the objects of the job
-        their state from it: ``session.run(manager.load(3))``.
+        """Load and verify a whole state, on the CPU. A client that runs it restores the job's
+        objects from it: ``session.run(manager.load(3))``.
 
         Raises:
             CheckpointMissing, UsageError: as :meth:`find`.
-            CheckpointCorrupt: a file of it is not what was written.
+            CheckpointCorrupt: one of its files has changed.
         """
-        found = self.find(epoch=epoch, step=step)
-        state = self._store().load(found)
-        return LoadedState(state.shared, state.own, str(found.path), self.objects)
+        checkpoint = self.find(epoch=epoch, step=step)
+        state = self._store().load(checkpoint)
+        return LoadedState(state.shared, state.own, str(checkpoint.path), self.objects)
 
     def _store(self) -> CheckpointStore:
-        """To read from: whoever asks for a checkpoint means it, also when it is a colleague's. A
-        job that resumes believes its own only."""
+        """Return the store to read from. Explicit requests may read a colleague's checkpoints; a
+        job that resumes trusts only its own."""
         return CheckpointStore(RunDir(self.directory).checkpoints, storage=AnyonesStorage())
 
     def _missing(self, epoch: int | None, step: int | None) -> str:
         wanted = "at all" if step is None else f"of step {step}"
         wanted = wanted if epoch is None else f"of epoch {epoch}"
-        steps = sorted({one.step for one in self.committed()})
+        steps = sorted({c.step for c in self.committed()})
         return (
             f"there is no checkpoint {wanted} in {self.directory}; there are epochs "
             f"{_listed(self.epochs())}, and steps {_listed(steps)}"
@@ -299,12 +299,12 @@ PROGRESS = "hydroslurm.job"
 
 @dataclass
 class Progress:
-    """How far a job is within an epoch; saved with its objects.
+    """A job's progress within an epoch; saved with its objects.
 
     Attributes:
         begun: within an epoch. False: between two.
-        done: the number of functions of the epoch group that have run.
-        first_step: the step at which the epoch began.
+        done: how many functions of the epoch group have run.
+        first_step: step at which the epoch began.
         ended: a stop signal was true after the last epoch.
         outputs: index of a function of the epoch group that has run -> whether its output, a stop
             signal, is true.
