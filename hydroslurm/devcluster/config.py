@@ -161,7 +161,7 @@ AccountingStoragePort={ports.slurmdbd}
 
 
 def _auth(spec: ClusterSpec, place: Place) -> str:
-    """Return the auth lines up to the start of AuthInfo; auth/slurm has its key in slurm.key beside slurm.conf."""
+    """Return the auth lines, up to a begun AuthInfo; auth/slurm has its key beside slurm.conf."""
     if spec.auth == "slurm":
         return "AuthType=auth/slurm\nAuthInfo=use_client_ids"
     return f"AuthType=auth/munge\nAuthInfo=socket={place.munge_socket}"
