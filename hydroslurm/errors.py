@@ -3,9 +3,9 @@
     HydroslurmError (RuntimeError)
     |-- GateError                  the gate could not be built, loaded or trusted
     |   |-- NoCompiler             no C++ compiler, and no prebuilt gate
-    |-- GateError                  the gate could not be built, loaded or trusted
-    |   |-- NoCompiler             no C++ compiler, and no prebuilt gate
     |   `-- GateSelfTestFailed     it loads, but does not hold this torch's operators
+    |-- InstallError               pausing could not be set up in this process
+    |   |-- AlreadyInstalled       a second install() in one process
     |   |-- NotInstalled           pause(), resume() ... before install()
     |   `-- TorchMissing           torch cannot be imported
     |-- AckTimeout                 a rank did not answer a signal in time
