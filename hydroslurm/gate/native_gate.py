@@ -117,7 +117,6 @@ class NativeGate:
 
         Raises:
             InstallError: the gate does not run in this process, or ``n`` is out of range.
-            InstallError: the gate does not run in this process, or ``n`` is out of range.
         """
         # ctypes would truncate a larger number to its lowest bits
         result = self._library.hs_gate_let_through(n) if abs(n) < 1 << 63 else -errno.EINVAL
