@@ -1,19 +1,12 @@
-"""HFAI's names under either of Lightning's packages: ``lightning_packages.py FOLDER``. Imports the
-packages and ours in different orders, and trains with the last package. Prints what came of it,
-one line of JSON for each order.
-
-torch is imported first, which takes longest; each order is a fork of that.
-"""
+"""HFAI's names under either of Lightning's packages: ``lightning_packages.py MODULE...``. Imports
+these in their order, and trains with the last of Lightning's. Prints what came of it as JSON."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import pickle
 import sys
-import tempfile
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,14 +14,9 @@ from typing import Any
 import torch
 
 OURS = "hydroslurm.compat.hfai"
-ORDERS = (
-    (OURS, "lightning.pytorch"),
-    ("lightning.pytorch", OURS, "pytorch_lightning"),
-    ("lightning.pytorch", "pytorch_lightning", OURS),
-)
 
 
-def train(order: tuple[str, ...]) -> dict[str, Any]:
+def train(order: list[str]) -> dict[str, Any]:
     made: list[Any] = []
     for name in order:
         module = importlib.import_module(name)
@@ -79,21 +67,6 @@ def train(order: tuple[str, ...]) -> dict[str, Any]:
     return seen
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    for order in ORDERS:
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.chdir(tempfile.mkdtemp(dir=sys.argv[1]))
-                print(json.dumps(train(order)), flush=True)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-
-
 if __name__ == "__main__":
-    main()
+    warnings.filterwarnings("ignore")
+    print(json.dumps(train(sys.argv[1:])))

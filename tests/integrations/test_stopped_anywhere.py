@@ -50,23 +50,7 @@ STRUCTURES = [
         for workers in ("", "workers", "persistent")
         if framework != "transformers" or name not in ("weights", "buckets")
     ),
-    single("own_accumulated.py", "forward:2 forward:4", trainings=2),
-    single("own_variables.py"),
-    single("own_function.py"),
-    *map(single, ("own_trainer.py", "own_values.py", "own_hooks.py")),
-    single("own_next.py", named="a batch was taken from an iterator over a DataLoader"),
-    single("own_generator.py", named="is an iterator that has moved"),
-    single("own_buffers.py"),
-    single("own_grown.py", "step:4 step:5", named="is not what the script has made when this"),
-    single("own_second_optimizer.py", "step:4 step:5", named="has stepped and is not part of"),
-    single("own_gan.py", "step:3 step:4"),
-    single("own_lbfgs.py"),
-    *(
-        single(f"{framework}_peft.py {kind}")
-        for framework in ("own", "transformers")
-        for kind in ("lora", "dora", "adalora")
-    ),
-    single("own_schedulefree.py"),
+    *(single(f"transformers_peft.py {kind}") for kind in ("lora", "dora", "adalora")),
     single("transformers_schedulefree.py"),
     single("transformers_masked.py x"),
     single("transformers_masked.py x workers"),

@@ -4,8 +4,9 @@ its writer has it, stopped in several steps, goes on as if it had been left alon
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from training.loop import Pole, ask_for_stop
 
@@ -37,15 +39,23 @@ class Stopper:
             ask_for_stop(self.run)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
 class Parts:
     def __init__(
-        self, say: Stopper, loader: DataLoader | None = None, model: nn.Module | None = None
+        self,
+        say: Stopper,
+        loader: DataLoader | None = None,
+        model: nn.Module | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     ) -> None:
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         self.model = model or nn.Linear(2, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        self.optimizer = optimizer(self.model)
         data = TensorDataset(torch.randn(6, 2))
         self.loader = loader or DataLoader(data, batch_size=2, shuffle=True)
         self.run = say.run = hydroslurm.Run(
@@ -69,9 +79,10 @@ class Parts:
 
 
 def counters(say: Stopper) -> None:
-    """A best loss, patience, a running mean, and a loss of the step before."""
+    """A best loss, patience, a running mean, a loss of the step before, a history, a count."""
     parts = Parts(say)
     best, patience, mean, last = float("inf"), 0, None, torch.zeros(())
+    history, numbers = defaultdict[str, list[float]](list), itertools.count()
     for (x,) in parts.run.batches(epochs=EPOCHS):
         loss = parts.learn(x)
         if loss < best:
@@ -79,7 +90,8 @@ def counters(say: Stopper) -> None:
         else:
             patience += 1
         mean = loss if mean is None else 0.9 * mean + 0.1 * loss
-        say(best, patience, mean, last)
+        history["best"].append(best)
+        say(best, patience, mean, last, sum(history["best"]), next(numbers))
         last = loss
     say(best, patience, mean)
 
@@ -358,10 +370,42 @@ def thawed(say: Stopper) -> None:
         say(parts.learn(torch.randn(4, 2)), model[0].weight)
 
 
+def closures_of_lbfgs(say: Stopper) -> None:
+    """And a model that is pruned on the way."""
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    prune.l1_unstructured(model, "weight", amount=1)
+    parts = Parts(say, None, model, lambda of: torch.optim.LBFGS(of.parameters(), 0.1, max_iter=3))
+    for (x,) in parts.run.batches(epochs=EPOCHS):
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            parts.optimizer.zero_grad()
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            return loss
+
+        say(parts.optimizer.step(closure))
+        if parts.run.step == 5:
+            prune.l1_unstructured(model, "weight", amount=1)
+
+
+def gradients_of_several_batches(say: Stopper) -> None:
+    """Added up by the loop itself, over the ends of epochs."""
+    parts = Parts(say)
+    for number, (x,) in enumerate(parts.run.batches(epochs=EPOCHS), parts.run.step):
+        loss = parts.model(x).square().mean()
+        loss.backward()
+        if number % 4 == 2:
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+        say(loss.detach())
+
+
 LOOPS: list[Callable[[Stopper], None]] = [
     counters, early_stopping, average_in_a_dict, averaged_model, meters, generators, replay_buffer,
     batch_ahead, hidden_state, first_set_in_a_step, through_a_generator, globals_of_the_module,
     buffers_that_are_not_persistent, two_loops, what_hangs_in_the_loader, registered, thawed,
+    closures_of_lbfgs, gradients_of_several_batches,
 ]  # fmt: skip
 
 

@@ -164,6 +164,23 @@ def test_what_has_grown(tmp_path: Path) -> None:
     assert [path.name for path in run.dir.checkpoints.glob("step-*")] == ["step-000000002"]
 
 
+def test_an_optimizer_that_is_made_on_the_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first save behind its first step names it: no later attempt would have its state."""
+    parts = Parts()
+    run = parts.run(tmp_path)
+    for step in run.steps(4):
+        if step == 2:
+            late = torch.optim.SGD(parts.model.parameters(), lr=0.1, momentum=0.9)
+            parts.optimizer = late
+        parts.learn()
+        run.save()
+        named = "parts.optimizer (SGD) has stepped and is not part of this run" in caplog.text
+        assert named == (step >= 2), caplog.text
+    run.close()
+
+
 def test_what_is_no_mistake(tmp_path: Path) -> None:
     """An evaluation over a loader, whole or cut short; one object that saves all; schedulers in a
     chain; a plain optimizer in another object; and what the script answers for itself."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,20 +28,6 @@ def options(out: Path, *, epochs: int) -> list[str]:
     # small batches: many steps, which is what is stopped, for little work
     batches = ["--batch-size", "16", "--every-steps", "150", "--log-every", "5"]
     return [*batches, "--epochs", str(epochs), "--out", str(out)]
-
-
-def trained_alone(folder: Path, *, epochs: int) -> dict[str, Any]:
-    """The result of the same training, never interrupted, without Slurm."""
-    out = folder / "alone.json"
-    command = [sys.executable, str(SCRIPT), "--directory", str(folder / "alone")]
-    subprocess.run(
-        [*command, *options(out, epochs=epochs)],
-        check=True,
-        capture_output=True,
-        timeout=ALONE_LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return dict(json.loads(out.read_text()))
 
 
 @dataclass
