@@ -191,6 +191,13 @@ def captured(
     )
 
 
+def text_of(path: Path) -> str:
+    """What is in a file; nothing where there is none yet."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(errors="replace")
+    return ""
+
+
 def free_port() -> int:
     """Nobody listens at it, and it is below those that the kernel gives to outgoing connections."""
     while True:

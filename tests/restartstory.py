@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from elasticstory import BEGIN, ElasticStory
-from processes import wait_until
+from processes import text_of, wait_until
 
 SCRIPTS = Path(__file__).parent / "integration" / "scripts"
 NOTES = SCRIPTS / "elastic_notes.py"
@@ -164,11 +164,8 @@ class RestartStory(ElasticStory):
 
 def said(folder: Path, kind: str, **wanted: Any) -> list[dict[str, Any]]:
     """What workers have said into a folder."""
-    try:
-        text = (folder / "said").read_text()
-    except FileNotFoundError:
-        return []
-    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = text_of(folder / "said").splitlines(keepends=True)
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
     return [
         one
         for one in found

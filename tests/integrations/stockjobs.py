@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from processes import captured, wait_until
+from processes import captured, text_of, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
@@ -67,8 +67,7 @@ class StockJob:
         return done.stdout.strip()
 
     def output(self) -> str:
-        path = self.folder / "out.txt"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return text_of(self.folder / "out.txt")
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, lambda: f"{self.output()[-2000:]}", limit_s=300)

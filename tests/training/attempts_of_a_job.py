@@ -1,8 +1,5 @@
-"""A program that has torch loaded and forks one process per attempt of a small job: torch's import
-is most of what an attempt costs here.
-
-A line of JSON on stdin starts an attempt; its process number comes back, what it prints, and at its
-end ``ended CODE``. Each function of the job writes its name into a diary. Options:
+"""One attempt of a small job: ``attempts_of_a_job.py OPTIONS``. Each function of the job writes its
+name into a diary. Options, as JSON:
 
 directory, diary, out: where; without a directory there is no manager.
 hold: the diary entry at which the attempt waits for a stop request before it goes on.
@@ -19,15 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from forkedranks import serve_scripts
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydroslurm.checkpoint.manifest import EPOCH
@@ -159,17 +155,10 @@ def live(options: dict[str, Any]) -> None:
         raise ArithmeticError("failing after the runner")
 
 
-def attempt(line: str) -> None:
-    print("pid", os.getpid(), flush=True)
-    options = json.loads(line)
-    if options.get("lenient"):
-        warnings.simplefilter("always")
-    live(options)
-
-
 if __name__ == "__main__":
-    warnings.simplefilter("error")
+    options = json.loads(sys.argv[1])
+    warnings.simplefilter("always" if options.get("lenient") else "error")
     torch.set_printoptions(precision=17)
     # torch means a first epoch; it is said too of a function that goes on behind its last step
     warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
-    serve_scripts(attempt)
+    live(options)

@@ -3,17 +3,15 @@ done."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import shutil
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Child
 from zygote import forked_program
 
 from hydroslurm.compat.manager import CheckpointManager
@@ -45,8 +43,8 @@ class Attempt:
 class Story:
     """The attempts of one run, in a folder of their own."""
 
-    def __init__(self, forker: Child, folder: Path) -> None:
-        self._forker, self._folder = forker, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._attempts = folder, itertools.count(1)
         self.directory, self.out = folder / "run", folder / "out"
         self._diary = folder / "diary"
         self._diary.touch()
@@ -56,36 +54,27 @@ class Story:
         signo = options.pop("signo", signal.SIGTERM)
         where = {"directory": str(self.directory)} if saves else {}
         given = {**where, "diary": str(self._diary), "out": str(self.out), **options}
-        begin, wrote = len(self._forker.lines), self._diary.stat().st_size
-        self._forker.say(json.dumps(given))
-        pid = int(self._forker.expect("pid"))
-        if "hold" in options:
-            self._forker.expect("at")
-            os.kill(pid, signo)
-        code = int(self._forker.expect("ended"))
-        said = "\n".join(self._forker.lines[begin:])
-        return Attempt(code, said, self._diary.read_text()[wrote:].splitlines())
-
-
-@pytest.fixture(scope="module")
-def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    """The process from which the attempts of jobs are forked."""
-    with forked_program(PROGRAM, tmp_path_factory.mktemp("forker")) as program:
-        program.expect("ready")
-        yield program
+        own, wrote = self._folder / f"attempt{next(self._attempts)}", self._diary.stat().st_size
+        own.mkdir()
+        with forked_program(PROGRAM, own, json.dumps(given)) as program:
+            if "hold" in options:
+                program.expect("at")
+                program.signal(signo)
+            code = program.end()
+        return Attempt(code, str(program), self._diary.read_text()[wrote:].splitlines())
 
 
 @pytest.fixture
-def story(forker: Child, tmp_path: Path) -> Story:
+def story(tmp_path: Path) -> Story:
     """A run of the job in ``attempts_of_a_job.py`` that has not begun."""
-    return Story(forker, tmp_path)
+    return Story(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forker: Child, tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the job comes to when it is left alone: a hash of weights, optimizer, losses and random
     numbers."""
-    story = Story(forker, tmp_path_factory.mktemp("undisturbed"))
+    story = Story(tmp_path_factory.mktemp("undisturbed"))
     alone = story.live()
     assert (alone.code, alone.diary) == (0, WHOLE), alone.said
     return story.out.read_text()

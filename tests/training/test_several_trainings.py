@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import text_of, wait_until
 from training.trainings import Training
 
 from hydroslurm.core.rundir import RunDir
@@ -44,9 +44,7 @@ def test_each_training_of_a_job_resumes_its_own(
 
     slurm = Training(requeue_cluster, tmp_path, 0).slurm
 
-    def log(name: str) -> str:
-        path = tmp_path / name
-        return path.read_text() if path.exists() else ""
+    log = lambda name: text_of(tmp_path / name)  # noqa: E731
 
     options = ("--parsable", "-N1", "-n2", "--requeue", "--open-mode=append", "-o", "batch")
     job_id = slurm("sbatch", *options, "job.sh")

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from processes import captured, wait_until
+from processes import captured, text_of, wait_until
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.slurm.spank.build import PLUGIN
@@ -73,8 +73,7 @@ def test_sbatch(slurm, tmp_path: Path) -> None:
 
 def _lines(out: Path) -> list[str]:
     """What the job printed, without srun's own words about CPUs that are not free yet."""
-    lines = out.read_text().splitlines() if out.exists() else []
-    return [line for line in lines if not line.startswith("srun:")]
+    return [line for line in text_of(out).splitlines() if not line.startswith("srun:")]
 
 
 def test_salloc(slurm) -> None:

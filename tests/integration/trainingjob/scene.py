@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import patience, wait_until
+from processes import patience, text_of, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -95,10 +95,7 @@ class Scene:
 
     def printed(self, task: int) -> str:
         """All that a task has, in all attempts."""
-        try:
-            return self.run.task_log(task).read_text()
-        except FileNotFoundError:
-            return ""
+        return text_of(self.run.task_log(task))
 
     def supervisor_said(self) -> str:
         return "".join(path.read_text() for path in self.run.logs.glob(f"{self.job_id}_*_log.out"))
@@ -157,11 +154,3 @@ def matches(said: str, *lines: str) -> None:
     """Each of these expressions is a line of it."""
     for line in lines:
         assert re.search(rf"^{line}$", said, re.MULTILINE), f"{line}\n{said}"
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from integration.trainingjob.scene import Scene
-from processes import wait_until
+from processes import text_of, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -91,8 +91,7 @@ def test_stop_resume_failure_and_end_are_told(
     told = scene.folder / "told"
 
     def lines() -> list[str]:
-        written = told.read_text().splitlines() if told.exists() else []
-        return written or [text for _, text in hook.got]
+        return text_of(told).splitlines() or [text for _, text in hook.got]
 
     scene.wait(lambda: len(lines()) >= 5, "five documents")
     documents = [json.loads(line) for line in lines()]

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import zygote
 from clusters import Part
-from integration.trainingjob.scene import HERE, Scene, is_alive
+from integration.trainingjob.scene import HERE, Scene
+from processes import has_ended, text_of
 from stories import Stories, marked, result_of, stories
 
 from hydroslurm.core.events import EventKind, read_events
@@ -66,7 +67,7 @@ def shared_limit(cluster: Part, folder: Path) -> Scene:
     scene = Scene(cluster, folder, acts)
     scene.submit(replicas(cluster, 3) + "runPolicy: {backoffLimit: 2}\n")
     scene.wait_until_playing(3, replicas=3)
-    scene.wait(lambda: "exit code 5" in _text(scene.run.srun_log(3)), "the worker's failure")
+    scene.wait(lambda: "exit code 5" in text_of(scene.run.srun_log(3)), "the worker's failure")
     master = re.findall(r"pid (\d+)", scene.printed(0))[-1]
     os.kill(int(master), signal.SIGKILL)
     scene.final_condition()
@@ -92,7 +93,7 @@ def saved(cluster: Part, folder: Path) -> Scene:
     folder.mkdir()
     shutil.copy(SUBMITTED, folder)
     file = folder / "saved.yaml"
-    file.write_text(
+    file.writetext_of(
         f"""\
 replicaSpecs: [{{template: {{command: [python, submitted.py, ".", "0.3"]}}}}]
 scheduler: {{options: {{nodelist: {cluster.nodes[SAVING]}}}}}
@@ -132,22 +133,15 @@ def cleaned(cluster: Part, folder: Path, *, policy: str, with_shell: bool) -> Sc
         scene.wait(lambda: scene.attempts[0].ending is Ending.SUCCEEDED, "the master's end")
         until_s = time.monotonic() + PEERS_S + 2.0
         scene.wait(lambda: time.monotonic() > until_s, "more than others are given")
-        scene.seen["worker lived"] = is_alive(worker)
+        scene.seen["worker lived"] = not has_ended(worker)
         scene.touch("end")
     scene.final_condition()
-    scene.wait(lambda: not is_alive(worker), "end of the worker")
+    scene.wait(lambda: has_ended(worker), "end of the worker")
     janitor = re.findall(r"job (\d+) cleans up after it", scene.said)[0]
     log = scene.run.logs / f"{janitor}_0_log.out"
-    scene.wait(lambda: "cleaned up: " in _text(log), "end of the janitor")
+    scene.wait(lambda: "cleaned up: " in text_of(log), "end of the janitor")
     scene.seen["scratch"] = (scratch / "kept").exists()
     return scene
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
 
 
 def uneven(cluster: Part, folder: Path) -> Scene:
@@ -166,7 +160,7 @@ scheduler: {{options: {{{elsewhere(cluster)}}}}}
     scene.touch("go")
     scene.final_condition()
     workers = [int(re.findall(r"pid (\d+)", scene.printed(task))[0]) for task in (7, 8)]
-    scene.wait(lambda: not any(map(is_alive, workers)), "end of the workers")
+    scene.wait(lambda: all(map(has_ended, workers)), "end of the workers")
     return scene
 
 
@@ -212,7 +206,7 @@ def mended(cluster: Part, folder: Path) -> Scene:
     """A script whose node a person mends and takes back, as describe says."""
     scene = Scene(cluster, folder)
     folder.mkdir()
-    (folder / "train.py").write_text("print('trained')\n")
+    (folder / "train.py").writetext_of("print('trained')\n")
     done = scene.hydroslurm("submit", "--preflight", "test -e mended", "train.py")
     scene.job_id = int(done.stdout.split()[1])
     scene.run = RunDir(Path(done.stdout.splitlines()[0].split()[-1]))
@@ -364,7 +358,7 @@ def test_a_node_is_taken_back(scene: Scene) -> None:
     assert "NodeExcluded: node n" in scene.seen["said"]
     assert "preflight: exit status 1" in scene.seen["said"]
     assert "ExcNodeList=(null)" in scene.seen["job"]
-    assert "trained" in "".join(path.read_text() for path in scene.run.logs.glob("*_log.out"))
+    assert "trained" in "".join(path.readtext_of() for path in scene.run.logs.glob("*_log.out"))
 
 
 @pytest.mark.scene("uneven")

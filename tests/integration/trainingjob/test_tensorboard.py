@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.trainingjob.scene import Scene, is_alive
-from processes import wait_until
+from integration.trainingjob.scene import Scene
+from processes import has_ended, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -58,10 +58,10 @@ def test_tensorboard_of_a_job(jobs_cluster: DevCluster, tmp_path: Path) -> None:
 
     scene.kill_supervisor(with_shell=False)
     second = _answering(scene, unlike=first.pid)
-    assert not is_alive(first.pid)
+    assert has_ended(first.pid)
     scene.touch("go")
     assert scene.final_condition().type == "Succeeded"
-    scene.wait(lambda: not is_alive(second.pid), "TensorBoard's end")
+    scene.wait(lambda: has_ended(second.pid), "TensorBoard's end")
     scene.wait(lambda: not scene.run.tensorboard_json.exists(), "end of the address")
     ended = scene.hydroslurm("describe", str(scene.job_id)).stdout
     assert "TensorBoard:  ended with the job" in ended

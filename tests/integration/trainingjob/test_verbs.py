@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from integration.trainingjob.scene import LIMIT_S, Scene, is_alive, matches
-from processes import captured
+from integration.trainingjob.scene import LIMIT_S, Scene, matches
+from processes import captured, has_ended
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
@@ -318,6 +318,6 @@ def test_cancel_of_a_waiting_and_of_a_suspended_job(
         state = scene.slurm("squeue", "-h", "-t", "all", "-j", str(scene.job_id), "-o", "%T")
         assert state.strip() == "CANCELLED"
         assert "has ended already" in scene.hydroslurm("cancel", str(scene.run.root)).stdout
-    debug.wait(lambda: not any(map(is_alive, sleepers + daemons)), "end of the replicas")
+    debug.wait(lambda: all(map(has_ended, sleepers + daemons)), "end of the replicas")
     assert len(debug.attempts) == 1
     assert waiting.attempts == ()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child, free_port, wait_until
+from processes import Child, child, free_port, text_of, wait_until
 from zygote import forked
 
 from hydroslurm.core.events import Event, read_events
@@ -185,8 +185,7 @@ class Scene:
         )
 
     def _lines(self, rank: int) -> list[str]:
-        path = self.folder / f"told-{rank}"
-        return path.read_text().splitlines() if path.exists() else []
+        return text_of(self.folder / f"told-{rank}").splitlines()
 
 
 def one_node(workers: int, *, restarts: int = 3) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import text_of, wait_until
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
@@ -67,8 +67,7 @@ class Array:
             return True
 
     def said(self, task: int) -> list[str]:
-        path = self.folder / f"said-{task}"
-        return path.read_text().split() if path.exists() else []
+        return text_of(self.folder / f"said-{task}").split()
 
     def wait(self, task: int, *said: str) -> None:
         def what() -> str:
