@@ -21,6 +21,7 @@ from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.runtime.install import controller as installed_controller
 from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.requeue import StopHandler
 
 NODES = 4
@@ -55,7 +56,9 @@ def start(cluster: DevCluster, job_ids: Sequence[int]) -> dict[int, StopHandler]
     for job_id in job_ids:
         environ = {**cluster.child_environ(), "SLURM_JOB_ID": str(job_id)}
         allocation = Allocation(job_id=job_id)
-        handlers[job_id] = StopHandler(allocation, installed_controller(), environ=environ)
+        controller = installed_controller()
+        ranks = RankGroup(controller)
+        handlers[job_id] = StopHandler(allocation, controller, ranks, environ=environ)
 
     def have_asked() -> bool:
         return all(handler._policies is not None for handler in handlers.values())

@@ -25,6 +25,7 @@ from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.compat.tasks import Client, LocalSession, TaskGroup
 from hydroslurm.core import rundir
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
+from hydroslurm.training.loop import Loop
 from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.session import Session
 
@@ -200,7 +201,7 @@ class JobRun:
         if self._manager is None:
             nothing = "nothing is saved, because the JobRunner has no checkpoint_manager"
             self._session.saves.refused = nothing
-        self._session.objects.add(PROGRESS, self._progress)
+        self._session.contents.objects.add(PROGRESS, self._progress)
         self._epoch_is_committed = False  # the completed one
         self._has_just_loaded = False  # no function of the epoch group has run since
         self._was_finished = False  # before this attempt, which has loaded the last epoch
@@ -211,19 +212,19 @@ class JobRun:
     @property
     def step(self) -> int:
         """Training steps completed. Settable, for loops without :meth:`epoch_batches`."""
-        return self._session.step
+        return self._session.cursor.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._session.step = step
+        self._session.cursor.step = step
 
     @property
     def epoch(self) -> int:
-        return self._session.epoch
+        return self._session.cursor.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._session.epoch = epoch
+        self._session.cursor.epoch = epoch
 
     def safe_point(self) -> None:
         """As :meth:`Run.safe_point`."""
@@ -263,7 +264,7 @@ class JobRun:
                 "this function has already iterated over its batches, and a stop in a second pass "
                 "could not be resumed; make that pass a function of its own in the epoch group"
             )
-        yield from self._session.batches_left(accumulate)
+        yield from Loop(self._session).batches_left(accumulate)
 
     def batches(self, **_: Any) -> Iterator[Any]:
         """Not available in a job, which counts its epochs itself.
@@ -298,7 +299,7 @@ class JobRun:
         self._run_unsaved(job.fetch_group, f"what was fetched stays; {nothing}")
         self._run_unsaved(job.build_group, nothing)
         for name in job.names():
-            self._session.objects.add(name, job[name])
+            self._session.contents.objects.add(name, job[name])
         if job.loader is not None:
             self._session.use(job.loader)
         job.seal()
@@ -393,7 +394,6 @@ class JobRun:
             cursor.restore_rng()
             if cursor.step_has_begun:  # it left its loop early, with a batch trained on
                 cursor.count_step()
-                self.step += 1
             cursor.in_epoch = False  # the next one may iterate over the data again
             self._progress.done += 1
 
@@ -532,12 +532,13 @@ class JobRun:
         is_loaded = self._manager is not None and session.load_newest()
         if is_loaded and self.step == step and self._progress.ended:
             self._was_finished = True
-            session.log_once(
-                f"this job has finished at step {step}; it is loaded ({session.dir.root})", notice
+            session.rank_group.log(
+                f"this job has finished at step {step}; it is loaded ({session.dir.root})",
+                log=notice,
             )
             return True
         has = f"no checkpoint after step {self.step}" if is_loaded else "no checkpoint"
-        session.log_once(
+        session.rank_group.log(
             f"{session.dir.checkpoints} has {has}: what follows the JobRunner would not have what "
             f"was trained until step {step}, so the process ends here"
         )

@@ -191,9 +191,10 @@ class CheckpointManager:
         if World.from_environ(os.environ).world_size > 1:
             raise UsageError("save() with several ranks needs a JobRunner, which makes it one save")
         between = Progress(first_step=epoch).state_dict()
+        cursor = Cursor()
+        cursor.step = cursor.epoch = epoch
         state = State(
-            shared={PROGRESS: between, **_registered(self.objects()).states()},
-            own=Cursor().state(step=epoch, epoch=epoch),
+            shared={PROGRESS: between, **_registered(self.objects()).states()}, own=cursor.state()
         )
         store = CheckpointStore(RunDir(self.directory).checkpoints)
         write_checkpoint(store, state, SaveRequest(epoch, EPOCH, epoch))

@@ -30,7 +30,6 @@ from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.requeue import StopHandler
-from hydroslurm.training.stopping import agree_on_plan, exit_together
 
 
 @dataclass
@@ -80,10 +79,9 @@ def go_suspend() -> NoReturn:
             "receive_suspend_command() has returned True"
         )
     ours.stop_handler.note_request(request)  # in case the controller's thread has not yet
-    plan = agree_on_plan(ours.rank_group, ours.stop_handler)
-    if ours.rank_group.rank == 0:
-        notice(plan.message)
-    raise exit_together(ours.rank_group, ours.stop_handler, plan)
+    plan = ours.stop_handler.agree()
+    ours.rank_group.log(plan.message, log=notice)
+    raise ours.stop_handler.exit(plan)
 
 
 def _ours() -> _Protocol:
@@ -96,9 +94,8 @@ def _ours() -> _Protocol:
 @functools.lru_cache(maxsize=1)
 def _protocol_of(controller: Controller) -> _Protocol:
     rank_group = RankGroup(controller)
-    environ, is_first = dict(os.environ), rank_group.rank == 0
-    allocation = Allocation.from_environ(environ)
-    stop_handler = StopHandler(allocation, controller, environ=environ, reads_ahead=is_first)
+    allocation = Allocation.from_environ(os.environ)
+    stop_handler = StopHandler(allocation, controller, rank_group, environ=os.environ)
     controller.claim_stops(stop_handler.note_request)
     controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
     return _Protocol(controller, rank_group, stop_handler)

@@ -46,10 +46,9 @@ from hydroslurm.integrations.framework import (
 from hydroslurm.integrations.held_loader import StandIn
 from hydroslurm.training.checks import Remedies
 from hydroslurm.training.objects import Stateful, bare
-from hydroslurm.training.reporting import warning
 
 _LOOP = "_hydroslurm_loop"
-_KEY = "loaders"
+_KEY = "loop"
 _NONE = object()
 _EARLY_STEPS = 100
 _LOOKED_AT = 8
@@ -204,7 +203,7 @@ class Loop:
         self.run = FrameworkSession(
             "accelerate",
             dict,
-            lambda: self._models,
+            lambda: {str(n): model for n, model in enumerate(self._models)},
             environ=environ,
             **{**options, "directory": place},
         )
@@ -233,21 +232,21 @@ class Loop:
         generators = [one for one in objects if isinstance(one, rng.KINDS)]
         # the script's own, through which its data sets are found: in accelerate's stand ours
         loaders = [one[place] for place in places for one in (objects, prepared)]
-        self.run.remember(dict, saved=lambda: [*loaders, *generators])
+        self.run.contents.remember(saved=lambda: [*loaders, *generators])
         self.run.resume()
         self._saved = self.run.own_loaded.get(_KEY) or None
         self._at_safe_point = dict(self._saved or {})
         self._began_at = self.run.step
-        self.run.own[_KEY] = self
+        self.run.contents.noted[_KEY] = lambda: self._at_safe_point
         for place in places:
             prepared[place] = self._take(prepared[place])
         if self._checks:
-            self.run.session.remedies = _REMEDIES
+            self.run.session.first_step.remedies = _REMEDIES
         self._follow_accelerator()
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int) -> Iterator[int]:
-        for epoch in range(self.run.session.epoch, count):
+        for epoch in range(self.run.session.cursor.epoch, count):
             self._epoch, self._is_last_epoch = epoch, epoch + 1 == count
             self._is_entered = False
             self._leading, self._led = None, []
@@ -346,11 +345,11 @@ class Loop:
         """The first batch of a step, or of a part of one whose gradients are accumulated."""
         before = self._updates()
         try:
-            with self.run.session.body():
+            with self.run.session.first_step.watched():
                 yield batch
         except GeneratorExit:  # the loop was left
             if self._leading in (None, one.loader) and self._updates() != before:
-                self.run.session.step += 1  # no safe point
+                self.run.session.cursor.step += 1  # no safe point
             raise
         finally:
             self._handed_out.clear()  # all is used
@@ -487,9 +486,9 @@ class Loop:
             self._say(message)
 
     def _say(self, message: str) -> None:
-        if message not in self._told and self._accelerator.is_main_process:
+        if message not in self._told:
             self._told.add(message)
-            warning(message)
+            self.run.log(message)
 
     # --- the state
     # --------------------------------------------------------------------------------------------
@@ -530,12 +529,6 @@ class Loop:
                 for one in self._loaders
             ],
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._at_safe_point
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is left to do: it was needed before."""
 
 
 _OF_ACCELERATE = ("iteration", "end_of_dataloader", "remainder", "end", "base_dataloader")

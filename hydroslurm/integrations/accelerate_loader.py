@@ -49,7 +49,7 @@ class PreparedLoader:
         self._is_in_place = self._base is not own and not _is_dispatched(own)
         self._is_opened = False
         self._rng_types: Any = None
-        run.own[f"loader {name}"] = self
+        run.contents.parts[f"loader {name}"] = self
 
     @property
     def is_held(self) -> bool:

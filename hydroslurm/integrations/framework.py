@@ -26,12 +26,11 @@ import torch
 
 from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import StateMismatch, UsageError
+from hydroslurm.errors import UsageError
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.training.claim import run_directory
-from hydroslurm.training.contents import Contents, fingerprint
-from hydroslurm.training.gradients import BucketOrders, Gradients, Models
-from hydroslurm.training.objects import Stateful
+from hydroslurm.training.gradients import Models
+from hydroslurm.training.script import fingerprint
 from hydroslurm.training.session import Session
 
 _fits: Counter[Path] = Counter()
@@ -44,14 +43,12 @@ class FrameworkSession:
     Args:
         name: of the framework; the state is saved under it.
         capture: makes the state that all ranks share: tensors and plain values, nested.
-        models: those that are trained, once they are there. Their gradients are summed in one
-            order in all attempts.
-        options: those of a Run.
+        models: those that are trained, by name, once they are there.
+        options: of the Session.
 
     Attributes:
         session: the one that this holds.
-        own: what each rank saves for itself, by name. It is loaded by :meth:`begin`.
-        pending: all that was saved of this rank, until :meth:`begin`; None for a new run.
+        contents: its session's. log: logs a line, once for all ranks.
         loaded: the framework's state as it was saved, until :meth:`begin`; None for a new run.
         trains: whether :meth:`begin` was called.
     """
@@ -61,32 +58,20 @@ class FrameworkSession:
         name: str,
         capture: Callable[[], Mapping[str, Any]],
         models: Models,
-        *,
-        directory: str | os.PathLike[str] | None = None,
-        environ: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         self._capture = capture
         self.loaded: Mapping[str, Any] | None = None
-        self._frozen: Mapping[str, Any] | None = None
         self._is_unchanged: Callable[[], bool] = lambda: False
-        self.own: dict[str, Stateful] = {}
-        self._models = models
         self._loaders: dict[str, HeldLoader] = {}
-        self.pending: Mapping[str, Any] | None = None
         self.trains = False
         self._resumed_at = -1
-        self.session = Session(
-            [(name, self)],
-            owner=name,
-            directory=directory,
-            environ=environ,
-            adapter=self,
-            **options,
-        )
-        world_size = self.session.rank_group.world_size
-        self.session.bucket_orders = BucketOrders(models, world_size=world_size)
-        self.session.gradients = Gradients(lambda: {str(n): m for n, m in enumerate(models())})
+        self.session = Session([(name, self)], owner=name, models=models, **options)
+        self.contents, self.log = self.session.contents, self.session.rank_group.log
+        self.contents.noted["loaders"] = lambda: {
+            name: held.state() for name, held in self._loaders.items()
+        }
+        self.session.samples_per_step = self._samples_per_step
 
     # --- how it begins
     # --------------------------------------------------------------------------------------------
@@ -94,7 +79,7 @@ class FrameworkSession:
     @property
     def step(self) -> int:
         """Optimizer steps completed."""
-        return self.session.step
+        return self.session.cursor.step
 
     def resume(self) -> bool:
         """Load the newest checkpoint, as :meth:`Run.resume`; whether there is one."""
@@ -108,8 +93,7 @@ class FrameworkSession:
     @property
     def own_loaded(self) -> Mapping[str, Any]:
         """What this rank has saved for itself, by name, until :meth:`begin`."""
-        own: Mapping[str, Any] = (self.pending or {}).get("own", {})
-        return own
+        return self.contents.pending or {}
 
     def hold(
         self,
@@ -133,35 +117,16 @@ class FrameworkSession:
             fetched_ahead=fetched_ahead,
             rank=group.rank,
             world_size=group.world_size,
-            resumed=(self.pending or {}).get("loaders", {}).get(name),
+            resumed=self.own_loaded.get("loaders", {}).get(name),
         )
         self._loaders[name] = held
         return held
 
-    def remember(self, roots: Callable[[], Mapping[str, Any]], **options: Any) -> None:
-        """Save what changes from now on in the script's own objects, and in how the modules of the
-        models are set; before :meth:`begin`. Of several ranks each has buffers of
-        its own: they see other batches, and their BatchNorm other statistics. FSDP never compares
-        them, and DDP only where it trains, not in an evaluation.
-
-        Args:
-            roots, options: as of :class:`Contents`.
-        """
-        world_size = self.session.rank_group.world_size
-        self.session.contents = Contents(
-            lambda: {f"model {n}" if n else "model": one for n, one in enumerate(self._models())},
-            roots,
-            world_size=world_size,
-            all_buffers=world_size > 1,
-            **options,
-        )
-        self.session.contents.note()
-
     def enter_loop(self) -> None:
         """The script iterates in a loop of its own: its variables count, and those that were saved
         are put back."""
-        self.session.contents.enter_loop()
-        self.session.contents.restore_waiting()
+        self.contents.script.enter_loop()
+        self.contents.script.restore_waiting()
 
     def begin(self) -> None:
         """All is built, iterators included, and the first step comes next: the random numbers and
@@ -170,27 +135,9 @@ class FrameworkSession:
         Raises:
             StateMismatch: an own state that nobody takes, or that does not fit.
         """
-        pending, self.pending = self.pending, None
         self.loaded = self.session.saves.refused = None
         self.trains = True
-        if pending is not None:
-            self._put_back(pending)
-        self.session.gradients.begin()
-        self.session.contents.begin()
-
-    def _put_back(self, pending: Mapping[str, Any]) -> None:
-        cursor = self.session.cursor
-        known = {*self.own, *cursor.registered.names()}
-        for name in (*pending["own"], *pending.get("registered", {})):
-            if name not in known:
-                raise StateMismatch(
-                    f"the checkpoint has a state of {name!r} for this rank, which this script does "
-                    "not have any more; begin anew with another directory="
-                )
-        for name, state in pending["own"].items():
-            self.own[name].load_state_dict(state)
-        self.session.put_back(pending)
-        cursor.restore_rng()  # nothing is left to open
+        self.contents.begin()
 
     # --- on the way
     # --------------------------------------------------------------------------------------------
@@ -214,8 +161,8 @@ class FrameworkSession:
             SystemExit, SaveFailed, UnsavableState: as :meth:`Run.safe_point`.
             UsageError: the script uses what a resumed run would lack, and the session has remedies.
         """
-        self.session.require_all_given()
-        self.session.step, self.session.epoch = step, epoch
+        self.contents.require_all_given(self.session.first_step)
+        self.session.cursor.step, self.session.cursor.epoch = step, epoch
         self.session.saves.behind_batches = False
         self.session.safe_point()
 
@@ -224,7 +171,7 @@ class FrameworkSession:
         attempts resume from the run's state only, and a crash must not cost more steps than it
         would without hydroslurm. With ``every_s=0`` nothing is saved for that."""
         written = own(*args, **kwargs)
-        self.session.last_save_s = -math.inf
+        self.session.saves.last_s = -math.inf
         return written
 
     def begin_evaluation(self, fingerprint: Callable[[], object]) -> None:
@@ -235,17 +182,14 @@ class FrameworkSession:
             fingerprint: of the weights that are evaluated, which are part of the state; it is made
                 twice, and equal on all ranks if they are to leave together.
         """
-        self._frozen = self._capture()  # tensors are not copied
+        self.session.saves.evaluation = self.contents.capture()
         before = fingerprint()
         self._is_unchanged = functools.cache(lambda: before == fingerprint())
-        self.session.saves.evaluation = self.session.own_state()
 
     def end_evaluation(self) -> None:
         """The evaluation is over, if there was one."""
-        if self.session.saves.evaluation is not None:
-            self.session.saves.evaluation = None
-            self._frozen = None
-            self._is_unchanged = lambda: False
+        self.session.saves.evaluation = None
+        self._is_unchanged = lambda: False
 
     def check_evaluation(self) -> None:
         """Within an evaluation: leave if a stop was requested, with the state of its beginning.
@@ -277,7 +221,7 @@ class FrameworkSession:
 
     def finish(self) -> None:
         """The training is done; see :meth:`Run.finish`."""
-        if self.pending is not None:  # there was nothing left to train
+        if self.contents.pending is not None:  # there was nothing left to train
             self.begin()
             self.session.saves.unchanged = True
         self.end_evaluation()
@@ -287,22 +231,14 @@ class FrameworkSession:
     # --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What is saved of the framework: what was loaded, until the training has begun; within an
-        evaluation what was there when it began; else what is there now."""
-        return self._frozen or self.loaded or self._capture()
+        """What is saved of the framework: what was loaded, until the training has begun."""
+        return self.loaded or self._capture()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As a checkpoint has it."""
         self.loaded = state
 
-    def own_states(self) -> Mapping[str, Any]:
-        """What each rank saves besides."""
-        return {
-            "loaders": {name: held.state() for name, held in self._loaders.items()},
-            "own": {name: thing.state_dict() for name, thing in self.own.items()},
-        }
-
-    def samples_per_step(self) -> int | None:
+    def _samples_per_step(self) -> int | None:
         """Of all ranks together; None where no loader says."""
         counts = [held.samples_taken() for held in self._loaders.values()]
         known = [count for count in counts if count is not None]

@@ -43,9 +43,9 @@ from hydroslurm.integrations.framework import (
 )
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.integrations.loggers import Loggers
-from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.readback import load_optimizer
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.reporting import notice
+from hydroslurm.training.script import fingerprint
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
@@ -180,30 +180,24 @@ class LoaderRequest:
 
     def __init__(self, trainer: Any, run: FrameworkSession) -> None:
         self._trainer, self._run = trainer, run
-        self._seen: Mapping[str, Any] = {}
+        self.seen: Mapping[str, Any] = {}
 
     def ask(self, own: Callable[[], Any]) -> Any:
         """In the place of the source's own: the loaders that the script makes."""
         progress = self._trainer.fit_loop.epoch_progress.current
         saved = self._run.own_loaded.get("request")
         if not saved:
-            script = self._run.session.contents.state()
-            self._seen = {"epoch": progress.processed, "rng": rng.capture(), "script": script}
+            script = self._run.contents.script.state_dict()
+            self.seen = {"epoch": progress.processed, "rng": rng.capture(), "script": script}
             return own()
-        self._seen = saved
+        self.seen = saved
         rng.restore(saved["rng"])
-        self._run.session.contents.restore(saved["script"])
+        self._run.contents.script.restore(saved["script"])
         epoch, progress.processed = progress.processed, saved["epoch"]
         try:
             return own()
         finally:
             progress.processed = epoch
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self._seen
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is left to do: it was needed before."""
 
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
@@ -256,14 +250,15 @@ class Fit:
         self.run = FrameworkSession(
             "lightning",
             self._capture,
-            lambda: [trainer.model],
+            lambda: {"model": trainer.model},
             directory=directory,
             environ=environ_of_lightning(trainer),
             **options,
         )
         self._request = LoaderRequest(trainer, self.run)
-        self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers, request=self._request)
-        self.run.remember(lambda: roots_of(trainer), without=without_of(trainer))
+        self.run.contents.parts.update(metrics=RankMetrics(trainer), loggers=loggers)
+        self.run.contents.noted["request"] = lambda: self._request.seen
+        self.run.contents.remember(lambda: roots_of(trainer), without=without_of(trainer))
         self._loggers = loggers
 
     def start(self) -> None:
@@ -271,7 +266,7 @@ class Fit:
         trainer, loop = self._trainer, self._trainer.fit_loop
         self._loggers.opened()
         if any(type(one).__name__ == "ModelPruning" for one in trainer.callbacks):
-            self._say(
+            self.run.log(
                 "ModelPruning puts no masks into a checkpoint: an epoch that is resumed trains the "
                 "pruned weights, too, until its end"
             )
@@ -321,7 +316,7 @@ class Fit:
         self._resume_start(own, *args, **kwargs)
         if (flat := self.run.own_loaded.get(FLAT_SHARDS)) is not None:
             # now, for hooks that come before the first step; the run does it again there
-            self.run.own[FLAT_SHARDS].load_state_dict(flat)
+            self.run.contents.parts[FLAT_SHARDS].load_state_dict(flat)
 
     def _watch_restoring(self) -> None:
         for restore in ("restore_model", "restore_training_state"):
@@ -333,7 +328,7 @@ class Fit:
         loaded = self.run.loaded
         assert loaded is not None
         if path:
-            self._say(
+            self.run.log(
                 f"this run goes on from its own step {self.run.step}; ckpt_path={os.fspath(path)!r}"
                 " is where it began"
             )
@@ -550,10 +545,6 @@ class Fit:
             "reloaded_at": trainer.fit_loop._last_train_dl_reload_epoch,
         }
 
-    def _say(self, text: str) -> None:
-        if self._trainer.is_global_zero:
-            warning(text)
-
 
 def _is_behind_epoch(loaded: Mapping[str, Any] | None) -> bool:
     """Whether a fit was saved at its end, and that is the end of an epoch, too: with ``max_steps``
@@ -652,7 +643,7 @@ class FlatShards:
 
     def join(self, run: FrameworkSession) -> None:
         """Make them part of a run, which is resumed after this."""
-        run.own[FLAT_SHARDS] = self
+        run.contents.parts[FLAT_SHARDS] = self
 
     def state_dict(self) -> dict[str, Any]:
         return {

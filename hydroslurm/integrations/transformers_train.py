@@ -41,9 +41,9 @@ from hydroslurm.integrations.framework import (
     replace,
 )
 from hydroslurm.integrations.loggers import continue_callbacks, hide_from_board
-from hydroslurm.training.contents import fingerprint
+from hydroslurm.training.contents import Contents
 from hydroslurm.training.objects import bare
-from hydroslurm.training.reporting import warning
+from hydroslurm.training.script import fingerprint
 
 _STATE_FILE = "trainer_state.json"
 _AT_STEP = ("should_save", "should_evaluate", "should_log")
@@ -165,7 +165,7 @@ class OtherModules:
                 ) from error
 
 
-def remember(trainer: Any, run: FrameworkSession) -> None:
+def remember(trainer: Any, contents: Contents) -> None:
     """Have a run save what the Trainer and the script's callbacks keep, and those callbacks of
     transformers that export a state. Flags of the Trainer say where train() is, which sets them.
 
@@ -175,7 +175,7 @@ def remember(trainer: Any, run: FrameworkSession) -> None:
     """
     flags = [name for name, value in vars(trainer).items() if isinstance(value, (bool, str))]
     kinds = [type(one) for one in _roots_of(trainer).values()]
-    run.remember(
+    contents.remember(
         lambda: _roots_of(trainer),
         saved=lambda: [one for _, one in other_modules(trainer)],
         known={**KNOWN, **{f"{one.__module__}.{one.__qualname__}": ENTERED for one in kinds}},
@@ -229,13 +229,13 @@ class Train:
         self.run = FrameworkSession(
             "transformers",
             self._capture,
-            lambda: [trainer.model_wrapped],
+            lambda: {"model": trainer.model_wrapped},
             environ=environ,
             **{**options, "directory": place},
         )
         continue_callbacks(trainer, place, anew=options.get("resume") is False)
         self._loop = LoopState(trainer)
-        self.run.own["loop"] = self._loop
+        self.run.contents.parts["loop"] = self._loop
         self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
         self._modules = OtherModules(lambda: other_modules(trainer))
 
@@ -247,7 +247,7 @@ class Train:
             with self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
                 if self.run.resume():
                     if given.get("resume_from_checkpoint"):
-                        self._say(
+                        self.run.log(
                             f"this run goes on from its own step {self.run.step}; "
                             f"resume_from_checkpoint={given['resume_from_checkpoint']!r} is left "
                             "out"
@@ -371,7 +371,7 @@ class Train:
         self._undo.callback(setattr, module, "skip_first_batches", skip)
 
     def _set_initial_training_values(self, own: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        remember(self._trainer, self.run)  # a model_init has made its model by now
+        remember(self._trainer, self.run.contents)  # a model_init has made its model by now
         values = own(*args, **kw)
         if self._loader is not None and self.run.loaded is not None:
             values = self._resized(list(values), self._loader)
@@ -549,10 +549,6 @@ class Train:
     def _prediction_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.run.check_evaluation()
         return own(*args, **kwargs)
-
-    def _say(self, text: str) -> None:
-        if self._trainer.is_world_process_zero():
-            warning(text)
 
 
 def _module_of(trainer: Any) -> Any:

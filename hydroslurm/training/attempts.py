@@ -24,8 +24,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
+
+from hydroslurm.core.decoding import Count, Text, decode
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import at_end
 from hydroslurm.core.fence import Fence
@@ -284,30 +287,30 @@ def losses(history: Sequence[AttemptRecord], *, now_epoch_ns: int) -> tuple[int,
     return lost, max(0, ran_ns) / 1e9
 
 
-def _fold(found: dict[int, AttemptRecord], line: bytes) -> None:
+@dataclass(frozen=True)
+class _Line:
+    """What a line of the file has; of an attempt that begins, or of one that ends."""
+
+    attempt: Count
+    step: Count
+    began_epoch_ns: Count | None = None
+    token: Text = ""
+    ended: Annotated[str, msgspec.Meta(pattern=r"^[\w ]{1,40}\Z")] | None = None
+    ended_epoch_ns: Count = 0
+
+
+def _fold(found: dict[int, AttemptRecord], text: bytes) -> None:
     try:
-        row = parse_json(line)
-        number, step = _whole(row["attempt"]), _whole(row["step"])
-        if "ended" in row:
-            ending, at_ns = str(row["ended"]), _whole(row.get("ended_epoch_ns", 0))
-            if begun := found.get(number):
-                found[number] = replace(begun, ending=ending, end_step=step, ended_epoch_ns=at_ns)
-            return
-        record = AttemptRecord(
-            number=number,
-            began_epoch_ns=_whole(row["began_epoch_ns"]),
-            step=step,
-            token=str(row.get("token", "")),
-        )
-        found.setdefault(number, record)
-    except (ValueError, KeyError, TypeError):
+        line = decode(_Line, text)
+    except ValueError:
         return  # torn, or written by a later version
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is not a whole number")
-    return value
+    number, begun = line.attempt, found.get(line.attempt)
+    if line.ended is None and line.began_epoch_ns is not None and begun is None:
+        found[number] = AttemptRecord(number, line.began_epoch_ns, line.step, token=line.token)
+    elif line.ended is not None and begun is not None:
+        found[number] = replace(
+            begun, ending=line.ended, end_step=line.step, ended_epoch_ns=line.ended_epoch_ns
+        )
 
 
 class CurrentAttempt:

@@ -71,54 +71,58 @@ def own_loop(unchecked: str) -> Remedies:
 
 
 class FirstStep:
-    """The optimizers that step, and the data loaders' iterators that move, between :meth:`open` and
-    :meth:`close`.
+    """The optimizers that step, and the data loaders' iterators that move, while it is
+    :meth:`watched`.
 
     Attributes:
+        remedies: for what is used and not saved, as long as it is looked for.
         passes_over: the iterators that move now have positions.
     """
 
     def __init__(self) -> None:
+        self.remedies: Remedies | None = None
         self.passes_over = False
         self._optimizers: dict[int, Optimizer] = {}
         self._iterators: dict[int, weakref.ref[Any]] = {}
         self._scalers: dict[int, GradScaler] = {}
         self._undo = contextlib.ExitStack()
 
-    def open(self) -> None:
-        """Begin to watch; again in a step of several batches."""
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around the body of a step, or of one of its batches; watches if there are remedies."""
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
             self._optimizers[id(optimizer)] = optimizer
 
-        self._undo.callback(register_optimizer_step_post_hook(stepped).remove)
-        self._undo.callback(self._watch_iterators())
-        self._undo.callback(self._watch_scalers())
+        if self.remedies is not None:
+            self._undo.callback(register_optimizer_step_post_hook(stepped).remove)
+            self._undo.callback(self._watch_iterators())
+            self._undo.callback(self._watch_scalers())
+        try:
+            yield
+        finally:
+            self.close()
 
     def close(self) -> None:
         """No hook stays behind."""
         self._undo.close()
 
-    def forget(self) -> None:
-        """Let go of the objects that were seen."""
-        self._optimizers.clear()
-        self._iterators.clear()
-        self._scalers.clear()
-
     def missing(self, objects: dict[str, Any], states: Any, remedies: Remedies) -> str | None:
         """The first thing that a resumed run would lack, with what to do; None if there is none.
+        Lets go of the objects that were seen.
 
         Args:
             objects: what is registered, by name.
             states: what would be saved of them.
         """
-        saved = _Tensors(states)
-        message = self._not_optimized(objects, states, saved, remedies)
-        if message is None:
-            message = self._not_scaled(objects, states, remedies)
-        if message is not None:
-            return f"{message} {_OTHERWISE.format(loop=remedies.unchecked)}"
-        return self._iterated(objects, remedies)
+        message = self._not_optimized(objects, states, _Tensors(states), remedies)
+        if message := message or self._not_scaled(objects, states, remedies):
+            message += f" {_OTHERWISE.format(loop=remedies.unchecked)}"
+        else:
+            message = self._iterated(objects, remedies)
+        for seen in (self._optimizers, self._iterators, self._scalers):
+            seen.clear()
+        return message
 
     def _not_optimized(
         self, objects: dict[str, Any], states: Any, saved: _Tensors, remedies: Remedies

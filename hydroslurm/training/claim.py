@@ -1,24 +1,25 @@
-"""Which folder a run has, and whether this process may train there; what of a checkpoint is this
-rank's, and what is not as it was when it was saved."""
+"""Which folder a run has, and whether this process may train there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.rng import for_new_rank
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.core import rundir
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.files import clean
-from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.core.rundir import ELASTIC_ENV, RUN_DIR_ENV, RunDir
 from hydroslurm.errors import RunFolderError, UsageError
+from hydroslurm.runtime import autoload
+from hydroslurm.runtime import install as installation
+from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import ALONE_ENV, Allocation
 from hydroslurm.training.attempts import finished_step, remove_finished
-from hydroslurm.training.objects import Composition, Loading, Objects, changes
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice
 
@@ -49,6 +50,31 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
     return RunDir(found.root.absolute()).claim()
 
 
+def require_place(owner: str, environ: Mapping[str, str]) -> None:
+    """Whether a run may begin here.
+
+    Args:
+        owner: who trains with a fixed number of ranks; nobody in a run whose members may change.
+
+    Raises:
+        UsageError: as a member of an elastic run; or not in the main thread.
+    """
+    if owner and environ.get(ELASTIC_ENV):
+        raise UsageError(
+            f"this is a member of an elastic job, and {owner} trains with a fixed number of "
+            "ranks: each member would train alone. Set `engine: restart` in `elastic:`, which "
+            "starts its ranks anew at each change, put hydroslurm.Run around a loop of your "
+            "own, or leave `elastic:` out of the job spec"
+        )
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        raise UsageError(
+            f"Run(...) was called in thread {thread.name!r}; wanted the main thread, where Python "
+            "handles the signals that stop a run. Make it there, train there, and leave the other "
+            "work to threads"
+        )
+
+
 def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
     """For what this process writes into the run's folder."""
     if allocation is None:
@@ -60,6 +86,18 @@ def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
         restart_count=allocation.restart_count,
         step_id="" if allocation.step_id is None else str(allocation.step_id),
     )
+
+
+def install_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+    """The controller of this process, and whether it was installed for this run."""
+    before = installation.controller() if installation.is_installed() else None
+    if before is not None and not installation.gives_way():
+        return before, False
+    # a pause that comes after the run must not end what has ended well
+    autoload.keep_alive(autoload.killing(environ))
+    of_job = rundir.from_environment(environ) is not None
+    made = installation.install(run_dir=None if of_job else run.root, environ=environ)
+    return made, made is not before
 
 
 def enter(run_dir: RunDir, *, fence: Fence, store: CheckpointStore, anew: bool) -> dict[str, Any]:
@@ -156,50 +194,3 @@ def set_aside(checkpoints: Path) -> Path | None:
             "hand, or give another directory="
         ) from error
     return aside
-
-
-# --- what of a checkpoint is this rank's
-# ------------------------------------------------------------------------------------------------
-
-_OF_A_RANK = ("rng", "registered", "new_rank", "script")
-
-
-def load_for(
-    rank_group: RankGroup, store: CheckpointStore, checkpoint: Checkpoint, *, like: Any
-) -> State:
-    """The state of a checkpoint, as this rank resumes from it.
-
-    With another world size than at the save, no rank can take over a saved rank's own state as it
-    is. It still gets what all ranks share; its position in the data is that of rank 0, which counts
-    what all ranks have consumed; its random numbers, and what else it has registered for itself,
-    are its own if a rank of this number took part in the save, otherwise those of rank 0, from
-    which its random numbers are derived.
-
-    Args:
-        like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
-    """
-    state = store.load(checkpoint, like=like)
-    if checkpoint.manifest.world_size == rank_group.world_size:
-        return state
-    first: Mapping[str, Any] = store.load_own(checkpoint, 0)
-    if "rng" in state.own:
-        kept = {key: state.own[key] for key in _OF_A_RANK if key in state.own}
-    else:
-        rng = for_new_rank(first["rng"], rank_group.rank)
-        kept = {"rng": rng, "new_rank": rank_group.rank}
-    return State(shared=state.shared, own={**first, **kept})
-
-
-def differences(
-    rank_group: RankGroup, manifest: Manifest, state: State, *, objects: Objects, loading: Loading
-) -> Iterator[str]:
-    """Report what has changed since the checkpoint was saved. Of the loaders, which may differ per
-    rank, only rank 0 reports.
-
-    Raises:
-        StateMismatch: the run cannot resume from it.
-    """
-    yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
-    if rank_group.rank == 0:
-        data, world_size = state.own.get("data"), rank_group.world_size
-        yield from changes(manifest, loading, world_size=world_size, data=data)

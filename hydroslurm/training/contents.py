@@ -1,393 +1,312 @@
-"""What a run saves beside the states of its objects: what no ``state_dict()`` has, as far as the
-script has changed it since the run began.
+"""``Contents``: what a run saves, and gives back.
 
-The variables of the functions that run a loop are among it: the best loss so far, a meter, a batch
-that was fetched ahead. Such a variable counts if the next step may read it before it writes it: a
-loss that each step computes anew does not. That is read off the bytecode of the function, from
-where it stands in the loop.
+Shared by all ranks are the states of its objects. Each rank adds its own: where it is in its data,
+with the random numbers of that place; what the script has changed outside of any ``state_dict()``;
+gradients that are still added up; the order in which DDP sums them; where its trackers are; and
+what a framework's adapter puts in.
 """
 
 from __future__ import annotations
 
-import ctypes
-import dis
-import functools
-import inspect
-import itertools
-import sys
-import sysconfig
-import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import CodeType, MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-import torch
-from torch.nn.parameter import is_lazy
-
-from hydroslurm.checkpoint.census import KNOWN, Census, Unkept, Variables, names_in, shown
-from hydroslurm.checkpoint.forms import arrays_in
-from hydroslurm.checkpoint.tree import local_of
-from hydroslurm.training.objects import bare
-
-_MUCH_BYTES = 2**28
-_NOT_GIVEN = (
-    "has stepped and is not part of this run: resumed, it would begin anew. Make it before the run "
-    "begins, and register it"
+from hydroslurm.checkpoint import rng
+from hydroslurm.checkpoint.census import MOVED
+from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.storage import AnyonesStorage
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State, newest_good
+from hydroslurm.core.fence import Fence
+from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
+from hydroslurm.training.checks import FirstStep, recompiles
+from hydroslurm.training.cursor import Cursor
+from hydroslurm.training.gradients import STATIC_GRAPH, BucketOrders, Gradients, Models
+from hydroslurm.training.objects import (
+    Composition,
+    Objects,
+    Stateful,
+    changes,
+    require_registrable,
 )
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Key = TypeVar("Key")
+from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.script import Script, largest
+from hydroslurm.training.trackers import Trackers
+
+_OF_A_RANK = ("rng", "registered", "new_rank", "script")
+"""What a rank keeps of its own state when the number of ranks has changed."""
 
 
 class Contents:
-    """Of one rank; each has its own.
+    """Of one rank.
 
     Args:
-        models: those whose weights are saved, by name, with or without wrappers; asked for when
-            they are there.
-        roots: what else the training has, by name; the variables of a loop come by themselves.
-        saved, known, without, all_buffers: see :class:`Census`.
-        world_size: of the ranks that train.
+        trackers: the runs that are open in them.
+        models: those that a framework trains; None: the registered objects, in a loop of the
+            script's own.
+
+    Attributes:
+        objects, cursor, script, gradients, bucket_orders, trackers: the parts.
+        parts: an adapter's, each rank's own, by name.
+        noted: the same, of what its owner looks up in ``pending`` before the first step.
+        pending: this rank's own state as it was loaded, until a framework's training begins.
     """
 
     def __init__(
-        self,
-        models: Callable[[], Mapping[str, Any]] = dict,
-        roots: Callable[[], Mapping[str, Any]] = dict,
-        *,
-        saved: Callable[[], Iterable[Any]] = tuple,
-        known: Mapping[str, str] = KNOWN,
-        without: Mapping[str, Collection[str]] = _NOTHING,
-        world_size: int = 1,
-        all_buffers: bool = False,
+        self, rank_group: RankGroup, *, trackers: Trackers, models: Models | None = None
     ) -> None:
-        self._models, self._roots = models, roots
-        self._world_size = world_size
-        self._versions: dict[int, int] = {}
-        self._functions: Sequence[CodeType] = ()
-        self._loops: set[object] = set()
-        self._waits: Mapping[str, Any] = {}
-        self._known: set[int] | None = None
-        self._new_rank: int | None = None
-        self._census = Census(
-            self._all_roots,
-            models=self._modules,
-            saved=saved,
-            known=known,
-            without=without,
-            device=self._device,
-            all_buffers=all_buffers,
-        )
+        self.objects = Objects()
+        self.cursor = Cursor()
+        self._is_deferred = models is not None
+        self._rank_group = rank_group
+        self._models = self.objects.as_given if models is None else models
+        self.script = Script()
+        self.gradients = Gradients(self._models)
+        self.bucket_orders = BucketOrders(self._models, world_size=rank_group.world_size)
+        self.trackers = trackers
+        self.parts: dict[str, Stateful] = {}
+        self.noted: dict[str, Callable[[], Any]] = {}
+        self.pending: Mapping[str, Any] | None = None
 
-    def note(self) -> None:
-        """What will not have changed from now on is as the script makes it."""
-        self._census.note()
+    def use(self, loader: Any) -> None:
+        """Take batches from this loader."""
+        group = self._rank_group
+        self.cursor.use(loader, rank=group.rank, world_size=group.world_size)
 
-    def enter_loop(self) -> None:
-        """A loop of the script begins: from here on its variables count, and those of the functions
-        around it."""
-        here = place()
-        self._functions = [code for code, _ in here]
-        if here not in self._loops:  # an epoch after another begins at the same place
-            self._loops.add(here)
-            self._census.note()
+    def add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
+        """Register one more object.
 
-    def begin(self) -> None:
-        """The first step comes next; see :meth:`Census.begin`."""
-        self._census.begin()
-        self.follow_frozen()
+        Raises:
+            UsageError: the name is taken, or it has no state.
+        """
+        own = self.cursor.registered
+        require_registrable(name, thing, taken=(*self.objects.names(), *own.names()))
+        if per_rank or isinstance(thing, rng.KINDS):
+            own.add(name, thing)
+        else:
+            self.objects.add(name, thing)
 
-    def state(self) -> dict[str, Any]:
-        """Empty, if nothing has changed."""
-        found = self._census.state()
-        return {"objects": found, "world_size": self._world_size} if found else {}
+    def by_name(self) -> dict[str, Any]:
+        """All that is registered."""
+        return {**self.objects.by_name(), **self.cursor.registered.by_name()}
 
-    def restore(self, state: Mapping[str, Any], *, new_rank: int | None = None) -> None:
-        """Put back what has a place by now; the variables of a loop have to wait for it.
+    def remember(self, roots: Callable[[], Mapping[str, Any]] = dict, **options: Any) -> None:
+        """The script makes all this in each attempt: what it changes from now on is saved.
+
+        Of several ranks of a framework each has buffers of its own: they see other batches, and
+        their BatchNorm other statistics. FSDP never compares them, and DDP only where it trains,
+        not in an evaluation.
 
         Args:
-            new_rank: as of :meth:`Census.restore`.
+            roots, options: as of :class:`Script`; by default what has a place of its own in a
+                checkpoint is left out, the loader and registered generators.
         """
-        if not state:
+        world_size = self._rank_group.world_size
+        self.script = Script(
+            self._models,
+            roots,
+            world_size=world_size,
+            all_buffers=self._is_deferred and world_size > 1,
+            **{"saved": self.cursor.saved_apart, **options},
+        )
+        self.script.note()
+        self.objects.note()
+
+    # --- saving
+    # --------------------------------------------------------------------------------------------
+
+    def capture(self) -> State:
+        """All of it, now. Tensors are the objects' own: copy, or save, before they change."""
+        own = self.own_state()
+        return State(shared=self.objects.states(), own=own)
+
+    def own_state(self) -> Mapping[str, Any]:
+        """What this rank saves for itself."""
+        if self.pending is not None:
+            return self.pending
+        return {
+            **self.with_script(self.position()),
+            **{name: get() for name, get in self.noted.items()},
+            **{name: part.state_dict() for name, part in self.parts.items()},
+        }
+
+    def position(self) -> Mapping[str, Any]:
+        """Where this rank is, with what belongs to that place."""
+        own = self.cursor.state()
+        more = {name: part.state_dict() for name, part in self._at_place().items()}
+        return {**own, **{name: state for name, state in more.items() if state}}
+
+    def with_script(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With what no ``state_dict()`` has, as far as the script has changed it."""
+        state = self.script.state_dict()
+        self._rank_group.log(*self.script.take_lost())
+        return {**own, "script": state} if state else own
+
+    def made_of(self) -> dict[str, Any]:
+        """What the run consists of, for the manifest."""
+        return Composition(self.objects.classes(), self.cursor.loading).to_meta()
+
+    def _at_place(self) -> dict[str, Any]:
+        return {
+            "bucket_orders": self.bucket_orders,
+            "gradients": self.gradients,
+            "trackers": self.trackers,
+        }
+
+    # --- giving back
+    # --------------------------------------------------------------------------------------------
+
+    def load_newest(
+        self, store: CheckpointStore, *, fence: Fence, origin: Checkpoint | None, load: bool
+    ) -> tuple[Checkpoint | None, State]:
+        """Find the checkpoint that all ranks resume from, and read it, if it is to be loaded.
+
+        Args:
+            origin: of another run, which somebody has named: what to start from while the store
+                has none.
+
+        Raises:
+            StaleAttempt: a newer attempt has removed it meanwhile.
+            CheckpointError, OSError: it cannot be read.
+        """
+        state = State({}, {})
+
+        def read(candidate: Checkpoint) -> None:
+            nonlocal state
+            if candidate is origin:
+                other, peers = candidate.path.parent, store.peers
+                state = self._load(
+                    CheckpointStore(other, storage=AnyonesStorage(), peers=peers), candidate
+                )
+            else:
+                state = self._load(store, candidate)
+
+        try:
+            found = newest_good(store, topic="resume", load=read if load else None)
+        except (CheckpointError, OSError):
+            fence.check(f"loading from {store.directory}")
+            raise
+        if found is None and origin is not None:
+            found = origin
+            if load:
+                read(found)
+        return found, state
+
+    def _load(self, store: CheckpointStore, checkpoint: Checkpoint) -> State:
+        """The state of a checkpoint, as this rank resumes from it.
+
+        With another world size than at the save, no rank can take over a saved rank's own state as
+        it is. It still gets what all ranks share; its position in the data is that of rank 0, which
+        counts what all ranks have consumed; its random numbers, and what else it has registered for
+        itself, are its own if a rank of this number took part in the save, otherwise those of rank
+        0, from which its random numbers are derived.
+        """
+        rank = self._rank_group.rank
+        state = store.load(checkpoint, like=self.objects.templates())
+        if checkpoint.manifest.world_size == self._rank_group.world_size:
+            return state
+        first: Mapping[str, Any] = store.load_own(checkpoint, 0)
+        if "rng" in state.own:
+            kept = {key: state.own[key] for key in _OF_A_RANK if key in state.own}
+        else:
+            kept = {"rng": rng.for_new_rank(first["rng"], rank), "new_rank": rank}
+        return State(shared=state.shared, own={**first, **kept})
+
+    def differences(self, manifest: Manifest, state: State) -> Iterator[str]:
+        """Report what has changed since the checkpoint was saved. Of the loaders, which may differ
+        per rank, only rank 0 reports.
+
+        Raises:
+            StateMismatch: the run cannot resume from it.
+        """
+        group = self._rank_group
+        yield from self.objects.changes(state.shared, classes=Composition.of(manifest).classes)
+        if group.rank == 0:
+            data, loading = state.own.get("data"), self.cursor.loading
+            yield from changes(manifest, loading, world_size=group.world_size, data=data)
+
+    def restore(self, state: State, *, source: str) -> None:
+        """Give the objects their states, and put this rank where it was. A framework has both when
+        its training begins; see :meth:`put_back`.
+
+        Args:
+            source: of the state, for messages.
+        """
+        lost = self.objects.load(state.shared, source=source)
+        counters = state.own["counters"]
+        self.cursor.step, self.cursor.epoch = counters["step"], counters["epoch"]
+        if self._is_deferred:
+            self.pending = state.own
+        else:
+            self._rank_group.log(*lost)
+            self.put_back(state.own)
+
+    def put_back(self, own: Mapping[str, Any]) -> None:
+        """Put what this rank has saved for itself in its place."""
+        for name, part in self.parts.items():
+            if name in own:
+                part.load_state_dict(own[name])
+        self.script.restore(own.get("script", {}), new_rank=own.get("new_rank"))
+        for name, part in self._at_place().items():
+            part.load_state_dict(own.get(name, {}))
+        self.cursor.load(own)
+
+    def begin(self) -> None:
+        """A framework's first step comes next: put back what was loaded.
+
+        Raises:
+            StateMismatch: an own state that nobody takes, or that does not fit.
+        """
+        own, self.pending = self.pending, None
+        if own is not None:
+            known = {"rng", "counters", "registered", "script", *self._at_place()}
+            known |= {*self.parts, *self.noted, *self.cursor.registered.names()}
+            for name in (*own, *own.get("registered", {})):
+                if name not in known and name != "new_rank":
+                    raise StateMismatch(
+                        f"the checkpoint has a state of {name!r} for this rank, which this script "
+                        "does not have any more; begin anew with another directory="
+                    )
+            self.put_back(own)
+            self.cursor.restore_rng()  # nothing is left to open
+        self.gradients.begin()
+        self.script.begin()
+
+    # --- what is found in it
+    # --------------------------------------------------------------------------------------------
+
+    def require_all_given(self, first_step: FirstStep) -> None:
+        """Find out behind the first step of a loop what a resumed run would lack.
+
+        Raises:
+            UsageError: the first such thing, with what to do.
+        """
+        remedies, first_step.remedies = first_step.remedies, None
+        if remedies is None:
             return
-        self._new_rank = new_rank
-        is_resized = state["world_size"] != self._world_size
-        rest = self._census.restore(state["objects"], is_resized=is_resized, new_rank=new_rank)
-        self._waits = {**state, "objects": rest} if rest else {}
+        states = {**self.objects.states(), **self.cursor.registered.states()}
+        message = first_step.missing(self.by_name(), states, remedies)
+        for one in self.script.unkept() if message is None else ():
+            if one.why == MOVED:
+                message = f"{one}. {remedies.batches} If that does no harm: {remedies.unchecked}"
+            else:
+                self._rank_group.log(one)
+        self.script.accept_optimizers()
+        if message is not None:
+            raise UsageError(message)
 
-    def restore_waiting(self) -> None:
-        """In a loop that goes on where the run was stopped: put the rest back."""
-        if self._waits:
-            self.restore(self._waits, new_rank=self._new_rank)
+    def findings(self, state: State) -> Iterator[object]:
+        """What can be said once the optimizer has its own state.
 
-    def unkept(self) -> list[Unkept]:
-        """As :meth:`Census.unkept`; with what was saved of variables that this script does not
-        have."""
-        waits, self._waits = self._waits, {}
-        why = "is in the checkpoint, and this script has no such object any more"
-        lost = [Unkept(path, "saved", why) for path in waits.get("objects", ())]
-        return [*lost, *self._census.unkept()]
-
-    def take_lost(self) -> list[Unkept]:
-        """As :meth:`Census.take_lost`; with optimizers that were made since the first step."""
-        return [*self._census.take_lost(), *self._new_optimizers()]
-
-    def accept_optimizers(self) -> None:
-        """The first step is checked: what it has is known."""
-        self._known = {id(one) for one in self._census.optimizers.values()}
-
-    def _new_optimizers(self) -> Iterator[Unkept]:
-        if self._known is None:
-            return
-        given = list(self._models().values())
-        self._known.update(map(id, [*given, *(getattr(one, "optimizer", None) for one in given)]))
-        for path, one in self._census.optimizers.items():
-            if one.state and id(one) not in self._known:
-                self._known.add(id(one))
-                yield Unkept(path, type(one).__name__, _NOT_GIVEN)
-
-    def follow_frozen(self) -> None:
-        """From here on a frozen weight does not change."""
-        self._versions.clear()
-        self.frozen()
-
-    def frozen(self) -> set[int]:
-        """Where in memory the weights are that are not trained, and that nothing else has changed
-        since they were seen here first, as it would a teacher's."""
-        found = set()
-        for model in self._modules().values():
-            for weight in model.parameters():
-                if weight.requires_grad or is_lazy(weight):
-                    continue
-                place, version = local_of(weight).data_ptr(), weight._version
-                if self._versions.setdefault(place, version) == version:
-                    found.add(place)
-        return found
-
-    def _all_roots(self) -> dict[str, Any]:
-        return {**self._roots(), **in_reach(self._functions)}
-
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        found = {name: bare(one) for name, one in self._models().items()}
-        return {name: one for name, one in found.items() if isinstance(one, torch.nn.Module)}
-
-    def _device(self) -> torch.device:
-        for model in self._modules().values():
-            for some in (*model.parameters(), *model.buffers()):
-                return some.device
-        return torch.device("cpu")
-
-
-def names_of(state: Mapping[str, Any], *, without: Collection[str], most: int = 8) -> str:
-    """Of what is saved so, but for what is in the roots of these names."""
-    names = [
-        f"{shown(path)}.{name}".lstrip(".")
-        for path, values in state.get("objects", {}).items()
-        for name in values
-        if path.partition(".")[0] not in without
-    ]
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
-
-
-def largest(state: Mapping[str, Any]) -> str | None:
-    """The values that are most of what is saved so, in words, if it is much: each rank writes its
-    own into each checkpoint."""
-    sizes = {
-        f"{shown(path)}.{name}": size
-        for path, values in state.get("objects", {}).items()
-        for name, (value, _) in values.items()
-        if (size := sum(one.nbytes for one in arrays_in(value)))
-    }
-    if (total := sum(sizes.values())) < _MUCH_BYTES:
-        return None
-    most = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    names = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB)" for name in most)
-    return f"{names}, of {total / 2**20:.0f} MiB in attributes"
-
-
-def fingerprint(weights: Mapping[Key, Any]) -> dict[Key, int]:
-    """A sum of the bits of each weight and buffer, which differs once something else is in their
-    place. Counters of versions would not see a write through ``.data``, nor BatchNorm's own."""
-    sums: dict[Key, torch.Tensor] = {}
-    for name, value in weights.items():
-        local = local_of(value)
-        plain = isinstance(local, torch.Tensor) and local.layout is torch.strided
-        if plain and local.numel() and not local.is_quantized:
-            flat = local.detach().reshape(-1)
-            integers = _INTEGERS.get(flat.element_size(), torch.uint8)  # of wider ones, bytes
-            sums[name] = flat.view(integers).sum(dtype=torch.int64)
-    found = torch.stack([one.cpu() for one in sums.values()]).tolist() if sums else []
-    return dict(zip(sums, found, strict=True))
-
-
-# --- the variables of a loop
-# ------------------------------------------------------------------------------------------------
-
-_LIBRARIES = (
-    Path(__file__).resolve().parents[1],
-    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
-)
-
-
-def place() -> tuple[tuple[types.CodeType, int], ...]:
-    """The functions of the script that are under way, and where each is: those within which a loop
-    begins here."""
-    return tuple((one.f_code, one.f_lasti) for one in _frames())
-
-
-def in_reach(functions: Sequence[types.CodeType]) -> dict[str, Variables]:
-    """Those of the functions within which a loop has begun, from the loop outwards, and of their
-    modules, by the names of the functions. What is called instead or within has begun later."""
-    found: dict[str, Variables] = {}
-    under_way = zip(_frames(), functions, strict=False)
-    frames = [one for one, _ in itertools.takewhile(lambda it: it[0].f_code is it[1], under_way)]
-    for frame in reversed(frames):
-        if frame.f_code.co_name != "<module>":
-            name = f"{frame.f_code.co_name}()"
-            found[_unused(name, found)] = _variables_of(frame)
-    modules: set[str] = set()  # of which the innermost counts: a script may run another one
-    for frame in reversed(frames):
-        name = f"{frame.f_globals.get('__name__')}()"
-        is_module = frame.f_code.co_name == "<module>"
-        if name not in found or (is_module and name not in modules):
-            found[name] = _variables_of_module(frame)
-        if is_module:
-            modules.add(name)
-    return found
-
-
-def _unused(name: str, found: Mapping[str, Any]) -> str:
-    while name in found:  # a function that calls itself
-        name = f"outer {name}"
-    return name
-
-
-def _frames() -> list[types.FrameType]:
-    """Of the script, the outermost first."""
-    found = []
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
-            found.append(frame)
-        frame = frame.f_back
-    return found[::-1]
-
-
-def _variables_of(frame: types.FrameType) -> Variables:
-    local = frame.f_locals
-    live = _live(frame.f_code, frame.f_lasti)
-    entries = {name: local[name] for name in live if name in local}
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
-        local.clear()  # a copy, which the frame would keep until it returns, and the batch with it
-    return Variables(entries, functools.partial(_write, frame))
-
-
-def _variables_of_module(frame: types.FrameType) -> Variables:
-    """Those that its functions name, and those that the loop reads, if it is not in a function."""
-    space = frame.f_globals
-    names = _named_in_functions(space)
-    if frame.f_code.co_name == "<module>":
-        names = names | _live(frame.f_code, frame.f_lasti)
-    entries = {name: space[name] for name in names if name in space and name[:2] != "__"}
-    return Variables(entries, space.__setitem__)
-
-
-def _write(frame: types.FrameType, name: str, value: Any) -> None:
-    """Before Python 3.13 what is written to the copy has to be taken over: debuggers do it so."""
-    local = frame.f_locals
-    local[name] = value
-    if sys.version_info < (3, 13):
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-        local.clear()
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_library(path: str) -> bool:
-    """Whether no script has this file: ours, Python's, or what is installed."""
-    real = Path(path).resolve()
-    if real.is_relative_to(_LIBRARIES[0] / "examples"):
-        return False
-    return path.startswith("<frozen") or any(real.is_relative_to(one) for one in _LIBRARIES)
-
-
-def _named_in_functions(space: Mapping[str, Any]) -> set[str]:
-    """The variables of a module that its functions and classes may read."""
-    found: set[str] = set()
-    for value in list(space.values()):
-        functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
-        for one in functions:
-            if isinstance(one, types.FunctionType) and one.__globals__ is space:
-                found.update(names_in(one.__code__))
-    return found
-
-
-# --- which variables are read before they are written
-# ------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=64)
-def _live(code: types.CodeType, at: int) -> set[str]:
-    """The variables that may be read before they are written, from the instruction behind ``at``.
-    Those that functions within this one share are always among them."""
-    steps = list(dis.get_instructions(code))
-    place = {step.offset: number for number, step in enumerate(steps)}
-    follow = [_followers(steps, number, place) for number in range(len(steps))]
-    for number, target in _handlers(code, steps, place):
-        follow[number].append(target)
-    names = dict.fromkeys((*code.co_varnames, *code.co_names, *code.co_cellvars, *code.co_freevars))
-    bits = {name: 1 << n for n, name in enumerate(names)}
-    effects = [_effect(step, bits) for step in steps]
-    live = [0] * (len(steps) + 1)
-    changed = True
-    while changed:
-        changed = False
-        for number in range(len(steps) - 1, -1, -1):
-            reads, writes = effects[number]
-            after = 0
-            for one in follow[number]:
-                after |= live[one]
-            now = reads | (after & ~writes)
-            if now != live[number]:
-                live[number], changed = now, True
-    here = max((number for number, step in enumerate(steps) if step.offset <= at), default=0)
-    after = functools.reduce(lambda found, one: found | live[one], follow[here], 0)
-    shared = {*code.co_cellvars, *code.co_freevars}
-    return {name for name, bit in bits.items() if after & bit} | shared
-
-
-def _followers(steps: list[Any], number: int, place: Mapping[int, int]) -> list[int]:
-    step = steps[number]
-    found = []
-    is_jump = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
-    if (is_jump or "JUMP" in step.opname) and step.argval in place:
-        found.append(place[step.argval])
-    ends = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-    if not step.opname.startswith(ends) and number + 1 < len(steps):
-        found.append(number + 1)
-    return found
-
-
-def _handlers(
-    code: types.CodeType, steps: list[Any], place: Mapping[int, int]
-) -> Iterator[tuple[int, int]]:
-    """What an exception leads to; before Python 3.11 an instruction says so itself."""
-    for entry in getattr(dis.Bytecode(code), "exception_entries", ()):
-        for number, step in enumerate(steps):
-            if entry.start <= step.offset < entry.end and entry.target in place:
-                yield number, place[entry.target]
-
-
-def _effect(step: Any, bits: Mapping[str, int]) -> tuple[int, int]:
-    """The variables that an instruction reads, and those that it writes."""
-    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-    known = [bits[name] for name in names if isinstance(name, str) and name in bits]
-    if not known or "ATTR" in step.opname or "METHOD" in step.opname or "IMPORT" in step.opname:
-        return 0, 0
-    if step.opname == "STORE_FAST_LOAD_FAST":
-        return known[-1], known[0]
-    if step.opname.startswith("STORE_"):
-        return 0, functools.reduce(int.__or__, known)
-    if step.opname.startswith(("LOAD_", "DELETE_")):
-        return functools.reduce(int.__or__, known), 0
-    return 0, 0
+        Args:
+            state: behind the first step.
+        """
+        yield from self.script.unkept()
+        if self.bucket_orders.has_static_graph():
+            yield STATIC_GRAPH
+        if message := recompiles(self.objects.as_given().get("model"), self.cursor.loader):
+            yield message
+        if most := largest(state.own.get("script", {})):
+            yield (
+                f"{most}: each rank saves them with each checkpoint, as the next step may need "
+                "them. Where none does, set them to None behind their use"
+            )

@@ -17,6 +17,7 @@ class Cursor:
     """The position of one loop, from one batch to the next.
 
     Attributes:
+        step, epoch: completed steps, and the epoch that is being trained, from 0.
         position: in the loader; None for a loop without one.
         in_epoch: an epoch was opened and not closed yet.
         loader: that position's. loading: how it makes batches.
@@ -24,6 +25,7 @@ class Cursor:
     """
 
     def __init__(self) -> None:
+        self.step = self.epoch = 0
         self.position: LoaderPosition | None = None
         self.in_epoch = False
         self.loading = Loading()
@@ -47,12 +49,12 @@ class Cursor:
     # --- what is saved
     # --------------------------------------------------------------------------------------------
 
-    def state(self, *, step: int, epoch: int) -> Mapping[str, Any]:
+    def state(self) -> Mapping[str, Any]:
         """What this rank has to save beside its objects."""
-        loaded = self._loaded
-        if loaded is not None and {"step": step, "epoch": epoch} == loaded["counters"]:
-            return loaded  # nothing was drawn or read since
-        own: dict[str, Any] = {"rng": rng.capture(), "counters": {"step": step, "epoch": epoch}}
+        counters = {"step": self.completed_step(), "epoch": self.epoch}
+        if self._loaded is not None and counters == self._loaded["counters"]:
+            return self._loaded  # nothing was drawn or read since
+        own: dict[str, Any] = {"rng": rng.capture(), "counters": counters}
         if self.position is not None and self.in_epoch:
             own["data"] = self.position.state_dict()
         elif self.position is not None:
@@ -62,6 +64,10 @@ class Cursor:
         if self.registered.names():
             own["registered"] = self.registered.states()
         return own
+
+    def saved_apart(self) -> list[Any]:
+        """What has a place of its own in a checkpoint."""
+        return [self.loader, *self.registered.generators.values()]
 
     def load(self, own: Mapping[str, Any]) -> None:
         """Go on from there: at the next :meth:`open`, or at once without a loader.
@@ -75,13 +81,13 @@ class Cursor:
             self.restore_rng()
         self._begins_from = own
 
-    def begin_steps(self, *, step: int, epoch: int, left: int) -> None:
-        """A loop without a position begins at this step, with so many left. What the script has
-        drawn since it was resumed at this step, to build its objects or iterators, was not drawn
-        there by a run that was left alone."""
+    def begin_steps(self, *, left: int) -> None:
+        """A loop without a position begins, with so many steps left. What the script has drawn
+        since it was resumed at this step, to build its objects or iterators, was not drawn there
+        by a run that was left alone."""
         resumed = self._begins_from
         if resumed is not None and left >= 0:
-            if {"step": step, "epoch": epoch} == resumed["counters"]:
+            if {"step": self.step, "epoch": self.epoch} == resumed["counters"]:
                 self._loaded = resumed
             self.restore_rng()
 
@@ -106,10 +112,10 @@ class Cursor:
     # --- the way through an epoch
     # --------------------------------------------------------------------------------------------
 
-    def batches(self, epoch: int, *, accumulate: int) -> Iterator[Any]:
+    def batches(self, *, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, each counted as it is handed out."""
         self._accumulate = accumulate
-        for batch in self._open(epoch):
+        for batch in self._open():
             self._handed_out += 1
             yield batch
 
@@ -140,29 +146,34 @@ class Cursor:
     def count_step(self) -> None:
         """The batches that were handed out have become a step."""
         self._handed_out = 0
+        self.step += 1
 
-    def completed(self, step: int) -> int:
-        """The number of steps that the state stands for, ``step`` having been counted. In the body
-        of the loop the batch at hand counts already, so it must be trained by now.
+    def drop_step(self) -> None:
+        """The batches that were handed out count for nothing."""
+        self._handed_out = 0
+
+    def completed_step(self) -> int:
+        """The step that the state stands for. In the body of the loop the batch at hand counts
+        already, so it must be trained by now.
 
         Raises:
             UsageError: in the middle of a step of several batches.
         """
         if self._handed_out in (0, self._accumulate):
-            return step + bool(self._handed_out)
+            return self.step + bool(self._handed_out)
         raise UsageError(
-            f"{self._handed_out} of the {self._accumulate} batches of step {step + 1} have been "
-            "handed out: a save between them would lose their gradients. Save behind the last"
+            f"{self._handed_out} of the {self._accumulate} batches of step {self.step + 1} have "
+            "been handed out: a save between them would lose their gradients. Save behind the last"
         )
 
-    def _open(self, epoch: int) -> Iterator[Any]:
+    def _open(self) -> Iterator[Any]:
         assert self.position is not None
         data = (self._loaded or {}).get("data")
         if data is None:
             if (left := (self._loaded or {}).get("left_behind")) is not None:
                 self.position.resume_epoch(left)
             self.restore_rng()  # saved between two epochs: a new iterator is still to draw from it
-            batches = self.position.begin_epoch(epoch)
+            batches = self.position.begin_epoch(self.epoch)
         else:
             batches = self.position.resume_epoch(data)
             self.restore_rng()  # saved within one, after its iterator had drawn
@@ -174,7 +185,7 @@ class PerRank:
     """What each rank registers and saves for itself, by name: random generators, environments."""
 
     def __init__(self) -> None:
-        self._generators: dict[str, rng.Generator] = {}
+        self.generators: dict[str, rng.Generator] = {}
         self._objects: dict[str, Any] = {}
 
     def add(self, name: str, thing: Any) -> None:
@@ -189,22 +200,22 @@ class PerRank:
                 "state to resume from; use random.Random(seed)"
             )
         if isinstance(thing, rng.KINDS):
-            self._generators[name] = thing
+            self.generators[name] = thing
         else:
             self._objects[name] = thing
 
     def names(self) -> tuple[str, ...]:
-        return (*self._objects, *self._generators)
+        return (*self._objects, *self.generators)
 
     def by_name(self) -> dict[str, Any]:
         """The objects and the generators."""
-        return {**self._objects, **self._generators}
+        return {**self._objects, **self.generators}
 
     def states(self) -> dict[str, Any]:
         """Name -> state, as it is now."""
         return {
             **{name: thing.state_dict() for name, thing in self._objects.items()},
-            **{name: rng.state_of(one) for name, one in self._generators.items()},
+            **{name: rng.state_of(one) for name, one in self.generators.items()},
         }
 
     def load(self, states: Mapping[str, Any]) -> None:
@@ -235,7 +246,7 @@ class PerRank:
         Raises:
             StateMismatch: a state is of another kind of generator.
         """
-        for name, one in self._generators.items():
+        for name, one in self.generators.items():
             try:
                 rng.set_state(one, states[name])
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:

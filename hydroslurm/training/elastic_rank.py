@@ -49,8 +49,8 @@ from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.training.contents import names_of
 from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.script import names_of
 from hydroslurm.training.step_undo import StepUndo
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ class ElasticRank:
         self._attempt_number = 0
         self._is_done = False
         self._kept_own: Mapping[str, Any] = {}
-        self._kept_at = (0, 0)  # step and epoch
         self._step_began_s = 0.0
         self._samples = 0
         options = self._options = self._folder.options()
@@ -138,10 +137,10 @@ class ElasticRank:
 
     def join(self, session: Session) -> None:
         """The session is made; it has all objects that were given to it."""
-        self._session = session
-        self._undo = StepUndo(session.objects, self._engine.sum)
+        self._session, self._cursor, self._contents = session, session.cursor, session.contents
+        self._undo = StepUndo(self._contents.objects, self._engine.sum)
         self._engine.is_paused = lambda: session.controller.state is not GateState.RUNNING
-        for thing in session.objects.by_name().values():
+        for thing in self._contents.objects.by_name().values():
             if isinstance(thing, Optimizer):
                 self._scaled.watch(thing)
         # of all optimizers: one that the run does not know must not step by what is no gradient
@@ -163,7 +162,7 @@ class ElasticRank:
             self._engine.close()
             raise ExitForRequeue.finished()
         session.has_begun = True
-        return session.step > 0
+        return self._cursor.step > 0
 
     def close(self) -> None:
         """No hook stays behind; unless the run is done, this rank leaves the group."""
@@ -178,7 +177,7 @@ class ElasticRank:
         self._session.count_step_left_early()
         while not self._is_done:
             directive = self._member.safe_point(
-                self._session.step, final=True, stop=self._is_stop_wanted
+                self._cursor.step, final=True, stop=self._is_stop_wanted
             )
             assert directive is not None
             self._obey(directive)
@@ -227,7 +226,7 @@ class ElasticRank:
             elif isinstance(directive, Average):
                 # now, and not at the next multiple: a suspend leaves two seconds
                 self._average()
-                after = self._member.safe_point(self._session.step, stop=self._is_stop_wanted)
+                after = self._member.safe_point(self._cursor.step, stop=self._is_stop_wanted)
                 if after is None:
                     return
                 directive = after
@@ -248,12 +247,12 @@ class ElasticRank:
             if self._undo.is_kept:
                 self._undo.keep()
         except (RuntimeError, ValueError) as error:
-            step = self._session.step
+            step = self._cursor.step
             warning(f"step {step}: the weights are not averaged, for a rank is gone: {error}")
 
     def _meet(self, form: Form) -> bool:
         """Form a generation; whether it was formed."""
-        began_step = self._session.step
+        began_step = self._cursor.step
         try:
             self._form(form)
         except RanksError as error:
@@ -261,7 +260,7 @@ class ElasticRank:
             warning(f"generation {form.generation} is not formed: {error}")
             self._member.formed(form, ok=False, error=str(error))
             return False
-        self._member.formed(form, ok=True, step=self._session.step)
+        self._member.formed(form, ok=True, step=self._cursor.step)
         self._session.moved, self._undo.is_kept = True, False
         self._tell_generation(form, began_step)
         return True
@@ -280,7 +279,7 @@ class ElasticRank:
         if form.fresh and form.rank == form.source and not session.has_begun:
             session.claim(may_load=self._may_load, seen=self._seen)
             self._attempt_number = session.attempt.number or 0
-            self._kept_own = session.position()
+            self._kept_own = self._contents.position()
         if self._average_every and not form.fresh:
             with meeting():
                 self._engine.average(without=form.needs, rank=form.rank)
@@ -306,7 +305,7 @@ class ElasticRank:
         if got is not None:
             self._take(got, form, former)
         else:
-            self._session.cursor.load(self._kept_own)
+            self._cursor.load(self._kept_own)
 
     def _tell_generation(self, form: Form, began_step: int) -> None:
         self._session.attempt.record(
@@ -315,11 +314,11 @@ class ElasticRank:
             of_rank=form.rank,
             world_size=form.world_size,
             cause=form.cause,
-            step=self._session.step,
+            step=self._cursor.step,
             pause_s=time.monotonic() - form.since_s,
         )
         if form.rank == 0:
-            steps = "" if self._session.step == began_step else f", {self._session.step} steps done"
+            steps = "" if self._cursor.step == began_step else f", {self._cursor.step} steps done"
             notice(
                 f"generation {form.generation}: {form.members} members, {form.world_size} ranks"
                 f"{steps} ({form.cause})"
@@ -327,8 +326,8 @@ class ElasticRank:
 
     def _to_hand_over(self) -> Mapping[str, Any]:
         return {
-            "shared": self._session.objects.states(),
-            "own": self._session.with_script(self._kept_own),
+            "shared": self._contents.objects.states(),
+            "own": self._contents.with_script(self._kept_own),
             "attempt": self._attempt_number,
             "learning_rate": self._scaled.state_dict(),
         }
@@ -349,7 +348,7 @@ class ElasticRank:
         if not form.fresh:
             self._scaled.load_state_dict(dict(state["learning_rate"]))
         source = f"the state of rank {form.source}"
-        self._session.apply(State(shared=dict(state["shared"]), own=own), source=source)
+        self._contents.restore(State(shared=dict(state["shared"]), own=own), source=source)
         self._kept_own = own
 
     def _take_first(self, form: Form) -> None:
@@ -359,25 +358,21 @@ class ElasticRank:
             session.fence.hold(session.fence.claim())
             session.store.revoke_others()
             session.attempt.number = self._attempt_number
-            session.last_save_s = time.monotonic()
+            session.saves.last_s = time.monotonic()
 
     def _save_for_all(self) -> None:
         """Too few members can go on: save before they go."""
         session = self._session
-        step = session.step
+        step = self._cursor.step
         try:
             if not self.is_first:
                 session.fence.hold(session.fence.claim())
                 session.store.revoke_others()
-            session.cursor.load(self._kept_own)
-            own = session.with_script(self._kept_own)
-            session.saver.save(
-                State(shared=session.objects.states(), own=own),
-                step=step,
-                epoch=session.epoch,
-                kind="stop",
-                meta=session.made_of(),
-            )
+            self._cursor.load(self._kept_own)
+            own = self._contents.with_script(self._kept_own)
+            self._cursor.drop_step()
+            state = State(shared=self._contents.objects.states(), own=own)
+            session.saver.save(state, kind="stop", **session.saves.place())
             warning(f"too few members can go on; step {step} is saved")
         except HydroslurmError as error:
             warning(f"too few members can go on, and step {step} could not be saved: {error}")
@@ -385,7 +380,7 @@ class ElasticRank:
     def _depart(self, depart: Depart) -> NoReturn:
         """The others go on without this rank."""
         self._engine.group.destroy()
-        step, reason = self._session.step, depart.reason or "asked to leave"
+        step, reason = self._cursor.step, depart.reason or "asked to leave"
         if depart.failed:
             warning(f"this member ends behind step {step}: {reason}")
             leaving = ExitForRequeue(FAILED)
@@ -422,15 +417,15 @@ class ElasticRank:
         if not self._undo.is_kept:
             self._keep()
 
-    def batches_left(self, accumulate: int) -> Iterator[Any]:
-        """See :meth:`Session.batches_left`; also of the shares that this rank gets later."""
+    def batches_left(self, until_moved: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """See :meth:`Loop.batches_left`; also of the shares that this rank gets later."""
         session = self._session
         while True:
             session.moved = False
             if not (self._undo.is_kept and self._undo.accumulates()):
                 self._keep()
-            for batch in session.batches_until_moved(accumulate):
-                mine, total = session.cursor.share_of_batch()
+            for batch in until_moved():
+                mine, total = self._cursor.share_of_batch()
                 self._engine.sum.weight = mine / total
                 self._samples = total
                 if self._shard_steps is not None:
@@ -445,17 +440,17 @@ class ElasticRank:
         if self._shard_steps is not None:
             self._shard_steps.require_summed("the step ended")
         self._engine.sum.is_sending = False
-        session.cursor.count_step()
+        self._cursor.drop_step()
         # a window of accumulated batches is one step here: dropped, held behind and saved as one
         accumulates = self._undo.accumulates()
         failed = self._engine.failed or (accumulates and self._member.broken)
         if failed:
             self._drop_step()
         else:
-            session.step += 1
+            self._cursor.step += 1
             self._scaled.step()
             self._are_equal = not self._average_every
-            if self._average_every and session.step % self._average_every == 0:
+            if self._average_every and self._cursor.step % self._average_every == 0:
                 self._average()
             if not accumulates:
                 self._undo.completed()
@@ -466,7 +461,7 @@ class ElasticRank:
         if accumulates and not failed:
             return
         directive = self._member.safe_point(
-            session.step, failed=failed, equal=self._are_equal, stop=self._is_stop_wanted
+            self._cursor.step, failed=failed, equal=self._are_equal, stop=self._is_stop_wanted
         )
         if directive is not None:
             self._obey(directive)
@@ -495,7 +490,7 @@ class ElasticRank:
         """
         if self._engine.failed:
             return f"a rank is gone: step {step} is repeated, and saves then"
-        if self._average_every and (not self._are_equal or self._session.cursor.step_has_begun):
+        if self._average_every and (not self._are_equal or self._cursor.step_has_begun):
             self._save_is_asked = True
             return f"it is saved behind the next average, one of every {self._average_every} steps"
         return "" if self.is_first else "the first rank saves for all"
@@ -536,28 +531,29 @@ class ElasticRank:
                     again=True,
                 )
             )
-        self._session.step, self._session.epoch = self._kept_at
-        names = names_of(self._session.contents.state(), without=self._session.objects.by_name())
+        counters = self._kept_own["counters"]
+        self._cursor.step, self._cursor.epoch = counters["step"], counters["epoch"]
+        changed = self._contents.script.state_dict()
+        names = names_of(changed, without=self._contents.objects.by_name())
         if names and names != self._counted_twice:
             self._counted_twice = names
             warning(
-                f"step {self._session.step} is trained again, and what it has changed in objects "
+                f"step {self._cursor.step} is trained again, and what it has changed in objects "
                 f"and variables of the script is not taken back: it may count twice in {names}. "
                 "What has a state_dict() and is given to run.register(name, object) is taken back"
             )
 
     def drop_step_left(self) -> None:
         """A step that was dropped counts for nothing, and with its loop left nobody repeats it."""
-        if self._engine.failed and self._session.cursor.step_has_begun:
-            self._session.cursor.count_step()
+        if self._engine.failed and self._cursor.step_has_begun:
+            self._cursor.drop_step()
             self._drop_step()
 
     def _keep(self) -> None:
         """Note where the run is, between two steps."""
-        own = self._session.position()
+        own = self._contents.position()
         registered = {"registered": copied(own["registered"])} if "registered" in own else {}
         self._kept_own = {**own, **registered}
-        self._kept_at = self._session.step, self._session.epoch
         self._undo.keep()
         now_s = time.monotonic()
         took_s = now_s - self._step_began_s

@@ -16,7 +16,7 @@ checkpoint has the order, and the next attempt begins with it, before its first 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -31,18 +31,17 @@ from hydroslurm.training.reporting import warning
 
 _LOOKED_AT = 16
 """Weights, spread over a model and its parts, by which it is seen that an optimizer has stepped."""
+Models = Callable[[], Mapping[str, Any]]
+"""The models that are trained, by name, as DDP has wrapped them; asked for when they are there.
+What is no module is passed over."""
 Part: TypeAlias = tuple[str, str]
 """A model's name, and the first word in the names of some of its parameters."""
 
 
 class Gradients:
-    """Of one rank.
+    """Of one rank."""
 
-    Args:
-        models: by name; what is no module is passed over.
-    """
-
-    def __init__(self, models: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, models: Models) -> None:
         self._models = models
         self._weights: dict[Part, list[torch.Tensor]] = {}
         self._versions: list[int] = []
@@ -128,9 +127,6 @@ def _part(key: str) -> str:
 # --- DDP's buckets
 # ------------------------------------------------------------------------------------------------
 
-Models = Callable[[], Iterable[Any]]
-"""The models that are trained, as DDP has wrapped them; asked for when they are there."""
-
 STATIC_GRAPH = (
     "DistributedDataParallel(static_graph=True) makes other buckets after the second step of a "
     "process, and remembers more of its first backward than their order: a run of 3 ranks or more "
@@ -147,17 +143,17 @@ class BucketOrders:
         self._matters = world_size > 2
         self._orders: Sequence[list[int] | None] = ()
 
-    def state(self) -> list[list[int] | None]:
+    def state_dict(self) -> list[list[int] | None]:
         """To be saved: an order for each model, or nothing. A collective, in the first call behind
         the first step."""
         if self._matters and not any(self._orders):
-            self._orders = [bucket_order(model) for model in self._models()]
+            self._orders = [bucket_order(model) for model in self._models().values()]
         return list(self._orders) if any(self._orders) else []
 
-    def load(self, orders: Sequence[list[int] | None]) -> None:
+    def load_state_dict(self, orders: Sequence[list[int] | None]) -> None:
         """Begin with buckets in the order that was saved. A collective."""
         self._orders = orders if self._matters else ()
-        for model, order in zip(self._models(), self._orders, strict=False):
+        for model, order in zip(self._models().values(), self._orders, strict=False):
             if order and not settle_buckets(model, order):
                 warning(
                     "DistributedDataParallel reduces other parameters than before, or sparse ones: "
@@ -166,7 +162,7 @@ class BucketOrders:
 
     def has_static_graph(self) -> bool:
         """Whether one of the models has buckets that cannot be made equal."""
-        found = map(_ddp_in, self._models()) if self._matters else ()
+        found = map(_ddp_in, self._models().values()) if self._matters else ()
         return any(ddp is not None and ddp.static_graph for ddp in found)
 
 

@@ -52,19 +52,18 @@ class Objects:
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
-        self._given: list[Any] = []
+        self._given: dict[str, Any] = {}
         self._forms: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, thing: Stateful) -> None:
         """Register one object that :func:`require_registrable` has let pass."""
-        self._objects[name] = bare(thing)
-        self._given.append(thing)
+        self._objects[name], self._given[name] = bare(thing), thing
 
     def by_name(self) -> dict[str, Stateful]:
         """The objects, without wrappers around them."""
         return dict(self._objects)
 
-    def as_given(self) -> list[Any]:
+    def as_given(self) -> dict[str, Any]:
         """The objects, with the wrappers around them."""
         return self._given
 
@@ -232,12 +231,13 @@ def inside(thing: Any) -> Any | None:
 
 def _form(thing: Any, state: Any = None) -> dict[str, Any]:
     """The names and shapes of an object's weights, as far as they are known."""
-    state = thing.state_dict() if state is None else state
-    if isinstance(thing, torch.optim.Optimizer) and isinstance(state, dict):
-        groups = state.get("param_groups", ())
+    if isinstance(thing, torch.optim.Optimizer):
+        state = thing.state_dict() if state is None else state
+        groups = state.get("param_groups", ()) if isinstance(state, dict) else ()
         return {f"group {n}": len(one.get("params", ())) for n, one in enumerate(groups)}
     if not isinstance(thing, torch.nn.Module) or any(map(is_lazy, thing.parameters())):
         return {}
+    state = thing.state_dict() if state is None else state
     tensors = (item for item in state.items() if isinstance(item[1], torch.Tensor))
     return {key: tuple(one.shape) for key, one in tensors}
 

@@ -17,6 +17,7 @@ from hydroslurm.checkpoint.save_round import SOLO, Peers
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import AgreementFailed, HydroslurmError, RanksError, UsageError
 from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.training.reporting import warning
 
 CALL_AGAIN_S = 5.0
 """A save that was called for is called for again when no safe point has met it for so long."""
@@ -156,6 +157,11 @@ class RankGroup:
                 return client.lost
             time.sleep(0.02)
         return None
+
+    def log(self, *messages: object, log: Callable[[str], None] = warning) -> None:
+        """One rank speaks for all."""
+        for message in messages if self.rank == 0 else ():
+            log(str(message))
 
     def part(self) -> None:
         """This rank has nothing more to do with the others: it is done, or has stopped with

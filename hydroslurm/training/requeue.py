@@ -12,17 +12,30 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.exitcodes import (
+    CANCELLED,
+    FAILED,
+    MUST_NOT_RUN_AGAIN,
+    RUN_AGAIN,
+    ExitForRequeue,
+)
 from hydroslurm.core.fence import Fence, process_began_epoch_s
 from hydroslurm.core.rundir import GENERATION_ENV, RunDir
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.core.threads import thread
-from hydroslurm.errors import HydroslurmError, RunFolderError, StaleAttempt, WrongJobState
+from hydroslurm.errors import (
+    HydroslurmError,
+    RanksError,
+    RunFolderError,
+    StaleAttempt,
+    WrongJobState,
+)
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
@@ -40,6 +53,7 @@ from hydroslurm.slurm.stops import (
 )
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import Ending
+from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
 
 ANSWER_S = 2.0
@@ -98,7 +112,7 @@ def _ends_a_failure(request: StopRequest, stop: Stop) -> bool:
 
 
 class StopHandler:
-    """Finds out what a stop of this process means, and requeues its job.
+    """Finds out what a stop of these ranks means, and requeues their job.
 
     :meth:`note_request` may be called from any thread; the rest belongs to the training thread.
     """
@@ -107,21 +121,17 @@ class StopHandler:
         self,
         allocation: Allocation | None,
         controller: Controller,
+        rank_group: RankGroup,
         *,
         environ: Mapping[str, str],
         fence: Fence | None = None,
-        reads_ahead: bool = True,
     ) -> None:
-        """
-        Args:
-            fence: of the run's folder; an attempt that does not hold it requeues nothing.
-            reads_ahead: read the site's settings now, while there is time. One rank is enough;
-                another asks only when it has to decide in the first one's place.
-        """
+        """``fence``: of the run's folder; an attempt that does not hold it requeues nothing."""
         self._fence = fence
         self._began_epoch_s = process_began_epoch_s()
         self._allocation = allocation
         self._controller = controller
+        self._rank_group = rank_group
         self._environ = dict(environ)
         self._is_member = bool(environ.get(GENERATION_ENV))
         self._policies: Policies | None = None
@@ -131,7 +141,7 @@ class StopHandler:
         self._heard = threading.Event()
         self._request: StopRequest | None = None
         self._asking: threading.Thread | None = None
-        if reads_ahead:
+        if rank_group.rank == 0:  # another one asks only when it has to decide in its place
             self._ask()
 
     def _ask(self) -> None:
@@ -166,6 +176,23 @@ class StopHandler:
         if stop is None or request is None or self._policy is None:
             return math.inf
         return math.inf if stop.reason is StopReason.UNKNOWN else self._deadline(request, stop)
+
+    def agree(self, *, ranks_gone: bool = False) -> StopPlan:
+        """Have one rank ask Slurm what the stop means, for all; as :meth:`plan`.
+
+        Raises:
+            AgreementFailed, CoordinatorLost: the answer cannot reach all ranks.
+        """
+
+        def ask() -> dict[str, Any]:
+            plan = self.plan(ranks_gone=ranks_gone)
+            # a duration: monotonic clocks of two nodes have nothing in common
+            left_s = plan.deadline_mono_s - time.monotonic()
+            return {**asdict(plan), "deadline_mono_s": to_json(left_s)}
+
+        agreed = dict(self._rank_group.decide("plan", ask))
+        left_s = from_json(agreed.pop("deadline_mono_s"))
+        return StopPlan(**agreed, deadline_mono_s=time.monotonic() + left_s)
 
     def plan(self, *, ranks_gone: bool = False) -> StopPlan:
         """Decide what this stop means; waits at most ``ANSWER_S`` for Slurm.
@@ -219,6 +246,31 @@ class StopHandler:
     def _plan_of_member(self, request: StopRequest, deadline_mono_s: float) -> StopPlan:
         message = f"{request.message}: the members of this elastic run change"
         return StopPlan("asked", deadline_mono_s, False, RUN_AGAIN, message)
+
+    def exit(self, plan: StopPlan, *, before: Callable[[], None] | None = None) -> ExitForRequeue:
+        """Have one rank requeue the job, and all ranks exit with one status.
+
+        Args:
+            before: called on the rank that requeues the job, before it does.
+        """
+
+        def leave() -> int:
+            try:
+                if before is not None:
+                    before()
+            except StaleAttempt as error:
+                warning(str(error))
+                return MUST_NOT_RUN_AGAIN
+            except (RunFolderError, OSError) as error:  # a full disk must not cost the requeue
+                warning(f"the end of this attempt cannot be recorded: {error}")
+            return int(self.requeue(plan).code or 0)
+
+        try:
+            code = int(self._rank_group.decide("exit", leave))
+        except RanksError:  # the first rank, if it is alive, acts for the job
+            code = leave() if self._rank_group.rank == 0 else plan.exit_code
+        self._rank_group.part()
+        return ExitForRequeue(code)
 
     def requeue(self, plan: StopPlan) -> ExitForRequeue:
         """Requeue the job where the plan wants it; the exit is returned, to be raised.
@@ -376,6 +428,16 @@ class StopHandler:
 
     def _assumed_deadline(self, request: StopRequest) -> float:
         return request.mono_ns / 1e9 + ASSUMED_GRACE_S
+
+
+def to_json(seconds: float) -> float | None:
+    """JSON has no infinity."""
+    return None if math.isinf(seconds) else seconds
+
+
+def from_json(seconds: float | None) -> float:
+    """As :func:`to_json` has written it."""
+    return math.inf if seconds is None else float(seconds)
 
 
 # --- the other trainings of the job

@@ -9,17 +9,16 @@ The public interface to a :class:`~hydroslurm.training.session.Session`, for a l
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from hydroslurm.checkpoint.saver import Saved
 from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV, RunDir
-from hydroslurm.errors import UsageError
 from hydroslurm.training.attempts import Limits
-from hydroslurm.training.checks import own_loop
+from hydroslurm.training.loop import Loop
 from hydroslurm.training.session import Session
 
 if TYPE_CHECKING:
@@ -100,9 +99,9 @@ class Run:
         present = {name: thing for name, thing in named.items() if thing is not None}
         self._elastic = None
         # below the agent of a member the ranks are started anew for each generation
-        is_restarted = bool(environ.get(GENERATION_ENV))
+        self._generation = int(environ.get(GENERATION_ENV) or 0)
         is_asked = elastic or (elastic is None and environ.get(ELASTIC_ENV))
-        if is_asked and not is_restarted:
+        if is_asked and not self._generation:
             from hydroslurm.training.elastic_rank import ElasticRank
 
             self._elastic = ElasticRank(model, environ)
@@ -121,6 +120,7 @@ class Run:
             elastic=self._elastic,
             environ=environ,
         )
+        self._loop = Loop(self._session, elastic=self._elastic)
 
     @property
     def dir(self) -> RunDir:
@@ -130,7 +130,7 @@ class Run:
     @property
     def generation(self) -> int:
         """How often the members of an elastic run have changed, from 1; 0 for all others."""
-        return self._session.generation
+        return self._generation if self._elastic is None else self._elastic.generation
 
     # --- where it is
     # --------------------------------------------------------------------------------------------
@@ -147,25 +147,25 @@ class Run:
                 been trained since; or it was set before the run was resumed.
         """
         self._session.require_begun("run.step was read")
-        return self._session.step
+        return self._session.cursor.step
 
     @step.setter
     def step(self, step: int) -> None:
         self._session.require_begun("run.step was set", may_load=False)
         self._session.saves.behind_batches = False
-        self._session.step = step
+        self._session.cursor.step = step
 
     @property
     def epoch(self) -> int:
         """The epoch that is being trained, from 0; as :attr:`step`."""
         self._session.require_begun("run.epoch was read")
-        return self._session.epoch
+        return self._session.cursor.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._session.require_begun("run.epoch was set", may_load=False)
         self._session.saves.behind_batches = False
-        self._session.epoch = epoch
+        self._session.cursor.epoch = epoch
 
     # --- registering and resuming
     # --------------------------------------------------------------------------------------------
@@ -222,27 +222,7 @@ class Run:
         Raises:
             UsageError: there is no loader; or as :meth:`steps`.
         """
-        session = self._session
-        if session.cursor.position is None:
-            raise UsageError("batches() needs a loader; give one to Run(loader=...)")
-        if accumulate < 1 or epochs < 0:
-            raise UsageError(
-                f"batches(epochs={epochs}, accumulate={accumulate}): wanted epochs of 0 or more, "
-                "accumulate of 1 or more"
-            )
-        without = "run.batches(epochs=..., check=False)"
-        session.begin_loop("batches", own_loop(without) if check else None)
-        first = session.step
-        while session.epoch < epochs:
-            session.leave_if_asked()
-            yield from session.batches_left(accumulate)
-            if session.epoch + 1 == epochs:
-                session.save_behind_batches(since=first)
-            session.epoch += 1
-            session.cursor.in_epoch = False
-        session.cursor.restore_rng()  # where there was nothing left to open
-        session.contents.restore_waiting()
-        session.save_behind_batches(since=session.step)
+        return self._loop.batches(epochs=epochs, accumulate=accumulate, check=check)
 
     def shards(self, batch: Any) -> Iterator[Any]:
         """Yield the parts of a batch that each have a forward and a backward of their own: the
@@ -284,19 +264,7 @@ class Run:
         Raises:
             UsageError: one was found; or the loop is within another one.
         """
-        if not isinstance(total, int) or total < 0:
-            raise UsageError(f"steps({total!r}): wanted the number of steps, an int of 0 or more")
-        session = self._session
-        session.begin_loop("steps", own_loop("run.steps(total, check=False)") if check else None)
-        first = session.step
-        session.cursor.begin_steps(step=first, epoch=session.epoch, left=total - first)
-        if first <= total:
-            session.contents.restore_waiting()
-        if first < total:
-            session.leave_if_asked()
-        while session.step < total:
-            yield from session.one_step()
-        session.save_behind_batches(since=first)
+        return self._loop.steps(total, check=check)
 
     # --- between two steps
     # --------------------------------------------------------------------------------------------
@@ -332,8 +300,7 @@ class Run:
         """
         self._session.check_stop()
 
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self) -> AbstractContextManager[None]:
         """A block that a stop cuts off and the next attempt repeats, such as an evaluation.
 
             for batch in run.batches(epochs=run.epoch + 1):
@@ -355,24 +322,7 @@ class Run:
             UsageError: in the body of a loop over :meth:`batches`, to which no attempt can return;
                 within another such block.
         """
-        session, saves = self._session, self._session.saves
-        session.require_begun("an evaluation begins")
-        if saves.in_body or saves.evaluation is not None:
-            where = (
-                "the body of a loop over batches() or steps()" if saves.in_body else "another one"
-            )
-            raise UsageError(
-                f"run.evaluation() in {where}: a stop there could not be resumed at this place. "
-                "Evaluate behind a loop over run.batches(epochs=run.epoch + 1), one block after "
-                "the other; or call only run.check_stop(), after which the rest of the body is "
-                "not made up for"
-            )
-        saves.evaluation = session.own_state()
-        try:
-            session.check_stop()
-            yield
-        finally:
-            saves.evaluation = None
+        return self._loop.evaluation()
 
     @property
     def stop_requested(self) -> bool:

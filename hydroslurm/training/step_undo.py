@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from hydroslurm.checkpoint.forms import copied, is_plain, put
 from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.reduction import GradientSum
-from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import Objects
+from hydroslurm.training.script import fingerprint
 
 _LARGE = 10_000
 """Entries of a list or dict that is not copied: what a step has appended is removed."""

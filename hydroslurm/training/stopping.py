@@ -18,31 +18,24 @@ for it in an agreement, for srun kills the rest when the first of them exits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import (
-    MUST_NOT_RUN_AGAIN,
-    RUN_AGAIN,
-    ExitForRequeue,
-    end_process,
-)
+from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue, end_process
 from hydroslurm.core.status import read_status
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
     CoordinatorLost,
     RanksError,
-    RunFolderError,
     SaveFailed,
     StaleAttempt,
 )
@@ -50,7 +43,7 @@ from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.attempts import CurrentAttempt
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
-from hydroslurm.training.requeue import StopHandler, StopPlan
+from hydroslurm.training.requeue import StopHandler, StopPlan, from_json, to_json
 
 SAY_S = 10.0
 """A stop that waits this long is reported, with the place where the training is."""
@@ -123,15 +116,15 @@ class Stopping:
         certain_mono_s = self._stop_handler.certain_mono_s() if is_first else math.inf
         mine = {
             "step": step,
-            "certain_s": _to_json(certain_mono_s - now_s),
+            "certain_s": to_json(certain_mono_s - now_s),
             "needs_s": SAFETY * self._saver.expect_s(),
         }
         values = self._rank_group.exchange("stop", mine)
         _require_one_step({rank: int(value["step"]) for rank, value in values.items()})
-        certain_s = min(_from_json(value["certain_s"]) for value in values.values())
+        certain_s = min(from_json(value["certain_s"]) for value in values.values())
         if max(float(value["needs_s"]) for value in values.values()) < certain_s:
             return SaveWindow(now_s + certain_s, None)
-        plan = self._agree_on_plan()
+        plan = self._stop_handler.agree()
         return SaveWindow(plan.deadline_mono_s, plan)
 
     def leave(self, window: SaveWindow, saved: str, *, step: int) -> ExitForRequeue:
@@ -143,7 +136,7 @@ class Stopping:
         Raises:
             RanksError: a rank died just now.
         """
-        plan = window.plan or self._stop_handler.plan_unasked() or self._agree_on_plan()
+        plan = window.plan or self._stop_handler.plan_unasked() or self._stop_handler.agree()
         if not self._saver.is_durable and not self._saver.wait(timeout_s=0.0):
             # the disk is slower than it was when the save was estimated
             self._saver.wait(timeout_s=max(0.0, plan.deadline_mono_s - time.monotonic()))
@@ -165,12 +158,12 @@ class Stopping:
             is_replaced: the coordinator submits another member; this one's job is not requeued.
         """
         self.stand_down()
-        plan = agree_on_plan(self._rank_group, self._stop_handler)
+        plan = self._stop_handler.agree()
         if is_replaced:
             plan = replace(plan, requeue=False)
         notice(f"{plan.message}; {reason}")
         self._saver.give_up()
-        return exit_together(self._rank_group, self._stop_handler, plan)
+        return self._stop_handler.exit(plan)
 
     def leave_unsaved(
         self, error: RanksError, request: StopRequest | None, *, step: int
@@ -188,7 +181,7 @@ class Stopping:
         newest = self._saver.durable_step
         kept = "no checkpoint is committed yet" if newest is None else f"step {newest} is committed"
         try:
-            plan = self._agree_on_plan(ranks_gone=True)
+            plan = self._stop_handler.agree(ranks_gone=True)
         except RanksError:  # no rank can be reached: the first one decides for the job
             plan = StopPlan("asked", math.inf, False, RUN_AGAIN, request.message)
             if self._rank_group.rank == 0:
@@ -197,16 +190,9 @@ class Stopping:
             warning(f"{plan.message}; {error}: step {step} cannot be saved, {kept}")
         return self._exit(plan, step=step)
 
-    def _agree_on_plan(self, *, ranks_gone: bool = False) -> StopPlan:
-        return agree_on_plan(self._rank_group, self._stop_handler, ranks_gone=ranks_gone)
-
     def _exit(self, plan: StopPlan, *, step: int) -> ExitForRequeue:
-        leaving = exit_together(
-            self._rank_group,
-            self._stop_handler,
-            plan,
-            before=lambda: self._attempt.end(plan.ending, step=step),
-        )
+        end = functools.partial(self._attempt.end, plan.ending, step=step)
+        leaving = self._stop_handler.exit(plan, before=end)
         self._attempt.record_end(plan.ending)
         return leaving
 
@@ -289,58 +275,6 @@ class Stopping:
         return waited_s
 
 
-def agree_on_plan(
-    rank_group: RankGroup, stop_handler: StopHandler, *, ranks_gone: bool = False
-) -> StopPlan:
-    """Have one rank ask Slurm what the stop means, for all.
-
-    Raises:
-        AgreementFailed, CoordinatorLost: the answer cannot reach all ranks.
-    """
-
-    def ask() -> dict[str, Any]:
-        plan = stop_handler.plan(ranks_gone=ranks_gone)
-        # a duration: monotonic clocks of two nodes have nothing in common
-        left_s = plan.deadline_mono_s - time.monotonic()
-        return {**asdict(plan), "deadline_mono_s": _to_json(left_s)}
-
-    agreed = dict(rank_group.decide("plan", ask))
-    left_s = _from_json(agreed.pop("deadline_mono_s"))
-    return StopPlan(**agreed, deadline_mono_s=time.monotonic() + left_s)
-
-
-def exit_together(
-    rank_group: RankGroup,
-    stop_handler: StopHandler,
-    plan: StopPlan,
-    *,
-    before: Callable[[], None] | None = None,
-) -> ExitForRequeue:
-    """Have one rank requeue the job, and all ranks exit with one status.
-
-    Args:
-        before: called on the rank that requeues the job, before it does.
-    """
-
-    def leave() -> int:
-        try:
-            if before is not None:
-                before()
-        except StaleAttempt as error:
-            warning(str(error))
-            return MUST_NOT_RUN_AGAIN
-        except (RunFolderError, OSError) as error:  # a full disk must not cost the requeue
-            warning(f"the end of this attempt cannot be recorded: {error}")
-        return int(stop_handler.requeue(plan).code or 0)
-
-    try:
-        code = int(rank_group.decide("exit", leave))
-    except RanksError:  # the first rank, if it is alive, acts for the job
-        code = leave() if rank_group.rank == 0 else plan.exit_code
-    rank_group.part()
-    return ExitForRequeue(code)
-
-
 def _logs_for_all(rank_group: RankGroup, error: RanksError) -> bool:
     """Whether this rank is the first of the remaining ones; without a coordinator none knows."""
     if isinstance(error, CoordinatorLost):
@@ -351,15 +285,6 @@ def _logs_for_all(rank_group: RankGroup, error: RanksError) -> bool:
 
 def _now() -> StopRequest:
     return StopRequest(None, 0, time.monotonic_ns(), time.time_ns())
-
-
-def _to_json(seconds: float) -> float | None:
-    """JSON has no infinity."""
-    return None if math.isinf(seconds) else seconds
-
-
-def _from_json(seconds: float | None) -> float:
-    return math.inf if seconds is None else float(seconds)
 
 
 def _require_one_step(steps: dict[int, int]) -> None:

@@ -255,4 +255,4 @@ def test_a_framework_is_refused_in_an_elastic_job(
     """Its members would each train alone, without a word."""
     monkeypatch.setenv(ELASTIC_ENV, str(tmp_path))
     with pytest.raises(UsageError, match=r"lightning trains with a fixed .*engine: restart"):
-        FrameworkSession("lightning", dict, tuple)
+        FrameworkSession("lightning", dict, dict)

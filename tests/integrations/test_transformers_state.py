@@ -24,7 +24,7 @@ from hydroslurm.integrations.transformers_train import (
     remember,
     why_not,
 )
-from hydroslurm.training.contents import Contents
+from hydroslurm.training.script import Script
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +47,12 @@ def trainer(**attributes: Any) -> Any:
     )
 
 
-def remembered(trainer: Any) -> Contents:
+def remembered(trainer: Any) -> Script:
     """What a run remembers of a trainer."""
     made = []
 
     def note(roots: Any, **options: Any) -> None:
-        made.append(Contents(lambda: {"model": trainer.model}, roots, **options))
+        made.append(Script(lambda: {"model": trainer.model}, roots, **options))
         made[0].note()
 
     remember(trainer, SimpleNamespace(remember=note))  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def test_tensors_go_to_the_device_they_were_on() -> None:
     there = trainer(kept=None, own=None)
     was = remembered(there)
     there.kept, there.own = [{"ids": torch.ones(2)}], [torch.ones(2)]
-    state = was.state()
+    state = was.state_dict()
     state["objects"]["trainer"]["kept"][1].append("on device")
     here = trainer(kept=None, own=None)
     here.model.to("meta")

@@ -24,6 +24,7 @@ from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import BACKEND_ENV, JobState, open_client
 from hydroslurm.training import requeue as leaving
+from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.requeue import StopHandler, StopPlan
 
 pytestmark = pytest.mark.slurm
@@ -82,7 +83,10 @@ def test_a_job_cancelled_during_its_save_is_not_requeued(
     plain.slurm("scancel", str(job_id))
     with hydroslurm.installed(run_dir=tmp_path) as controller:
         stop_handler = StopHandler(
-            Allocation(job_id=job_id), controller, environ=requeue_cluster.child_environ()
+            Allocation(job_id=job_id),
+            controller,
+            RankGroup(controller),
+            environ=requeue_cluster.child_environ(),
         )
         leaving = stop_handler.requeue(
             StopPlan("preempted", math.inf, True, RUN_AGAIN, "preempted")
@@ -103,7 +107,8 @@ def test_slurm_that_is_slow_is_not_waited_for(
         program.chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", BACKEND_ENV: "commands"}
     with hydroslurm.installed(run_dir=tmp_path) as controller:
-        stop_handler = StopHandler(Allocation(job_id=1), controller, environ=environ)
+        ranks = RankGroup(controller)
+        stop_handler = StopHandler(Allocation(job_id=1), controller, ranks, environ=environ)
         stop_handler.note_request(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
         plan = stop_handler.plan()
     assert plan.requeue

@@ -78,8 +78,8 @@ def test_a_static_graph_is_told(tmp_path: Path) -> None:
     try:
         model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
         model(torch.ones(1, 2)).sum().backward()
-        assert BucketOrders(lambda: [model], world_size=3).has_static_graph()
-        assert BucketOrders(lambda: [model], world_size=3).state() == []
-        assert not BucketOrders(lambda: [model], world_size=2).has_static_graph()
+        assert BucketOrders(lambda: {"model": model}, world_size=3).has_static_graph()
+        assert BucketOrders(lambda: {"model": model}, world_size=3).state_dict() == []
+        assert not BucketOrders(lambda: {"model": model}, world_size=2).has_static_graph()
     finally:
         dist.destroy_process_group()
