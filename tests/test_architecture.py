@@ -164,7 +164,7 @@ def test_every_public_name_exists() -> None:
 def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
     programs = {"jobs.control.attached", "jobs.task"}
-    programs |= {"jobs.supervisor.main", "jobs.supervisor.preflight"}
+    programs |= {"jobs.supervisor.main", "jobs.supervisor.bad_nodes"}
     for module, tree in MODULES.items():
         inner = module.removeprefix("hydroslurm.")
         calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))

@@ -57,7 +57,7 @@ def top(
     from hydroslurm.core.jobid import JobId
     from hydroslurm.core.trust import user_name
     from hydroslurm.errors import UsageError
-    from hydroslurm.observe.watcher import RANKS_EACH_TIME, Watcher
+    from hydroslurm.observe.watcher import Watcher
     from hydroslurm.slurm.client import RetryPolicy, open_client
 
     if interval_s is not None and not interval_s >= LEAST_EVERY_S:
@@ -71,7 +71,6 @@ def top(
         user=None if all_users or named else user_name(),
         partition=partition,
         ids=named,
-        ranks_each_time=sys.maxsize if is_only_view else RANKS_EACH_TIME,
     )
     every_s = EVERY_S if interval_s is None else interval_s
     if has_screen:

@@ -122,12 +122,10 @@ class FollowedJob:
         self.runs = runs
         self._followed = tuple(map(FollowedRun, runs))
 
-    def read(self, *, most: int) -> int:
+    def read(self) -> None:
         """Read new statuses, as :meth:`FollowedRun.read`."""
-        count = 0
         for run in self._followed:
-            count += run.read(most=most - count)
-        return count
+            run.read()
 
     def facts(self, restart_count: int) -> RunFacts:
         """Return the facts of the attempt with that restart count, of all running trainings; if
@@ -154,22 +152,20 @@ class FollowedRun:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self._seen: dict[int, tuple[tuple[int, int, int], RankStatus | None]] = {}
-        self._next = 0
         self._facts: tuple[int, RunFacts] | None = None
         self._elastic = ElasticFolder(run=run.root)
         self._elastic_ns = 0
         self._status: dict[str, Any] | None = None
 
-    def read(self, *, most: int) -> int:
-        """Read at most ``most`` new statuses; return how many."""
+    def read(self) -> int:
+        """Read new statuses; return how many."""
         self._read_elastic()
         try:
             files = self.run.rank_status_names()
         except OSError:
             return 0
         count = 0
-        # start after the last budget's end, so that the last ranks get their turn, too
-        for rank, path in sorted(files.items(), key=lambda entry: entry[0] < self._next):
+        for rank, path in files.items():
             try:
                 now = os.lstat(path)
             except OSError:
@@ -178,9 +174,6 @@ class FollowedRun:
             known = self._seen.get(rank)
             if not stat.S_ISREG(now.st_mode) or (known is not None and known[0] == version):
                 continue
-            if count >= most:
-                self._next = rank
-                break
             self._seen[rank] = version, read_status(path, known=now)
             self._facts = None
             count += 1

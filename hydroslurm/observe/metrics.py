@@ -17,7 +17,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from hydroslurm.core.goodput import PARTS
 from hydroslurm.core.status import PAUSE_BOUNDS_S
 from hydroslurm.observe.folder import RunFacts
 from hydroslurm.observe.row import Row, row_of, unsaved_steps
@@ -132,11 +131,6 @@ class JobCollector(Collector):
             "From the request to pause a rank until it was parked.",
             labels=LABELS,
         )
-        spent = GaugeMetricFamily(
-            "hydroslurm_job_time_seconds",
-            "Where the time of all its attempts went.",
-            labels=(*LABELS, "part"),
-        )
         for row in view.jobs:
             # a job that Slurm has forgotten keeps its last state
             now = row_of(row.job, row.facts, None, now_epoch_s=view.epoch_s)
@@ -144,8 +138,6 @@ class JobCollector(Collector):
             for name, value in _values(now, view.epoch_s).items():
                 if value is not None:
                     own[name].add_metric(labels, value)
-            for part in (*PARTS, "queued_s") if row.facts.goodput else ():
-                spent.add_metric((*labels, part[:-2]), getattr(row.facts.goodput, part))
             if row.facts.ranks and any(row.facts.pause_counts):
                 park.add_metric(labels, _buckets(row.facts), sum_value=row.facts.pause_sum_s)
         up = GaugeMetricFamily(
@@ -158,7 +150,7 @@ class JobCollector(Collector):
             "When Slurm last answered a request.",
             value=view.answered_epoch_s,
         )
-        return [jobs, *own.values(), spent, park, up, answered]
+        return [jobs, *own.values(), park, up, answered]
 
 
 def _slowest(times_s: Iterable[float | None]) -> float | None:

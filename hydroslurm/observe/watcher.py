@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ from hydroslurm.slurm.policy import Policies, read_policies
 from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.slurm.values import Job
 
-RANKS_EACH_TIME = 4000
-"""Statuses read in about 0.2 s; if the view refreshes soon, the remaining ranks can wait for the
-next refresh."""
 FORGOTTEN_FOR_S = 300.0
 """How long a job stays visible if Slurm has forgotten it while we looked elsewhere."""
 
@@ -66,7 +62,6 @@ class Watcher:
         ids: only these jobs, and the tasks of these arrays.
         policies: ask once, at the first look, how the site preempts; if False, the possible loss
             is unknown.
-        ranks_each_time: maximum number of rank statuses read per refresh; jobs take turns.
     """
 
     def __init__(
@@ -77,7 +72,6 @@ class Watcher:
         partition: str | None = None,
         ids: Collection[JobId] = (),
         policies: bool = True,
-        ranks_each_time: int = sys.maxsize,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
@@ -89,8 +83,6 @@ class Watcher:
         self._clock = clock
         self._seen: dict[JobId, _Seen] = {}
         self._answered_epoch_s: float | None = None
-        self._turn = 0
-        self._ranks_each_time = ranks_each_time
 
     @without_gc()
     def look(self) -> View:
@@ -113,7 +105,9 @@ class Watcher:
         if error is None:
             self._answered_epoch_s = now_epoch_s
             self._note(jobs, now_epoch_s)
-        self._read()
+        for seen in self._seen.values():
+            if not seen.settled:
+                seen.run.read()
         return self._view(now_epoch_s, error)
 
     def _note(self, jobs: tuple[Job, ...], now_epoch_s: float) -> None:
@@ -142,19 +136,6 @@ class Watcher:
         gone_s = now_epoch_s - seen.forgotten_epoch_s
         if seen.job.state.has_ended or array or gone_s > FORGOTTEN_FOR_S:
             del self._seen[job_id]
-
-    def _read(self) -> None:
-        """Start with another job each time, so that a small budget reaches all."""
-        wanted = [seen.run for seen in self._seen.values() if not seen.settled]
-        if not wanted:
-            return
-        first = self._turn % len(wanted)
-        left = self._ranks_each_time
-        for number, run in enumerate([*wanted[first:], *wanted[:first]], 1):
-            left -= run.read(most=left)
-            if left <= 0:
-                self._turn = first + number
-                return
 
     def _view(self, now_epoch_s: float, error: str | None) -> View:
         jobs = tuple(

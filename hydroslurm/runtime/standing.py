@@ -35,8 +35,6 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 KEPT, LEAST = 7, 3
 """Samples whose median is told, and how many there must be: a step that waited for its data, or
 that saved, counts for nothing."""
-_MOST_HEARTBEATS = 10
-"""A step that takes longer is not watched to its end; it may have none."""
 _OF_ONE_RANK = ("c10d::broadcast_", "c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 """They wait for one other rank; DDP begins each forward with a broadcast of its buffers."""
 
@@ -62,18 +60,14 @@ class Watch:
         self._samples_s: deque[float] = deque(maxlen=KEPT)
         self._watched: list[tuple[contextlib.ExitStack, Trace, int, int]] = []
         self._step: int | None = None
-        self._heartbeats = 0
         self._is_wanted = bool(environ.get(GENERATION_ENV))
         self._before: tuple[int | None, int | None, float | None] | None = None
 
     def look(self, step: int | None) -> Mapping[str, Any]:
         """At a heartbeat: fields of a :class:`~hydroslurm.core.status.RankStatus`; none where
         nobody is interested. Has the next step watched if steps are made."""
-        self._heartbeats += 1
         if self._gate is not None and step not in (None, self._step):
-            self._step, self._heartbeats, self.is_due = step, 0, True
-        elif self._heartbeats > _MOST_HEARTBEATS:
-            self._end_step()
+            self._step, self.is_due = step, True
         known = len(self._samples_s) >= LEAST
         first = {"first_collective_s": statistics.median([*self._samples_s])} if known else {}
         return {**first, **self._where(step)} if self._is_wanted else first

@@ -15,7 +15,7 @@ from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import (
     add_condition,
     final_condition,
-    newest_conditions,
+    read_conditions,
 )
 from hydroslurm.training.attempts import AttemptLog
 
@@ -35,7 +35,7 @@ def test_a_torn_line_takes_no_other_with_it(tmp_path: Path) -> None:
 def conditions(path: Path) -> int:
     """The last is the verdict."""
     add_condition(path, "Succeeded")
-    verdict = final_condition(newest_conditions(path))
+    verdict = final_condition(read_conditions(path))
     return int(verdict is not None and verdict.type == "Succeeded")
 
 

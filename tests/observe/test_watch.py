@@ -29,7 +29,6 @@ from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 from hydroslurm.slurm.values import Job, JobState
 
 NOW_S = 1_800_000_000.0
-MANY = 100
 HOSTILE = "\x1b[31mred\x07\t\n\r\u202e\u0301日本語" * 3
 REQUEUED = SitePolicy(action=PreemptAction.REQUEUE, grace_s=10, grace_why="GraceTime=10")
 PAUSED = SitePolicy(action=PreemptAction.PAUSE)
@@ -93,7 +92,7 @@ def watcher(slurm: Slurm, **options: Any) -> Watcher:
 
 def followed(run: RunDir) -> RunFacts:
     following = FollowedRun(run)
-    following.read(most=MANY)
+    following.read()
     return following.facts(0)
 
 
@@ -102,20 +101,20 @@ def followed(run: RunDir) -> RunFacts:
 
 def test_only_what_was_replaced_is_read(tmp_path: Path) -> None:
     """The second look reads nothing, the third one file of two; what is no status, or is taken away
-    by a FIFO, changes nothing. What a look's budget leaves is read at the next."""
+    by a FIFO, changes nothing."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), event(EventKind.INSTALLED), began(5))
     write(run.rank_events(1), event(EventKind.INSTALLED, rank=1))
     following = FollowedRun(run)
-    assert [following.read(most=1), following.read(most=1)] == [1, 1]
+    assert following.read() == 2
     assert following.facts(0).began == (5, int((NOW_S - 100) * 1e9))
-    assert following.read(most=MANY) == 0
+    assert following.read() == 0
     write(run.rank_events(0), committed(9, at_s=-3))
-    assert following.read(most=MANY) == 1
+    assert following.read() == 1
     assert following.facts(0).commit == (9, int((NOW_S - 3) * 1e9))
     run.rank_status(1).unlink()
     os.mkfifo(run.rank_status(1))
-    assert following.read(most=MANY) == 0
+    assert following.read() == 0
 
 
 def test_facts_of_an_attempt_before(tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_facts_of_an_attempt_before(tmp_path: Path) -> None:
     write(run.rank_events(0), event(EventKind.INSTALLED), began(30), committed(40, at_s=-50))
     write(run.rank_events(0), event(EventKind.INSTALLED, restart_count=1, at_s=-20))
     following = FollowedRun(run)
-    following.read(most=MANY)
+    following.read()
     facts = following.facts(1)
     assert (facts.has_run, facts.began) == (False, None)
     assert facts.commit == (40, int((NOW_S - 50) * 1e9))

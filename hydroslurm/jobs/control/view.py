@@ -58,7 +58,6 @@ from hydroslurm.jobs.supervisor.attempts import (
 from hydroslurm.jobs.supervisor.conditions import (
     Condition,
     final_condition,
-    newest_conditions,
     read_conditions,
 )
 from hydroslurm.jobs.supervisor.exit_policy import format_status
@@ -211,7 +210,7 @@ class JobView:
     @property
     def condition(self) -> Condition | None:
         """What it is now; None before anybody has said anything."""
-        said = [*newest_conditions(self.run.conditions_jsonl), *pause_now(self.first)]
+        said = [*read_conditions(self.run.conditions_jsonl), *pause_now(self.first)]
         if not self.has_spec:
             said += [*of_slurm(self.slurm), *of_status(self.first)]
         return newest(in_order(said, self.slurm))

@@ -43,8 +43,8 @@ from hydroslurm.jobs.plan import ElasticPlan, Plan
 from hydroslurm.jobs.spec.job import TrainingJob, of_restart
 from hydroslurm.jobs.spec.reading import JobSpec
 from hydroslurm.jobs.spec.source import path_text
+from hydroslurm.jobs.supervisor.bad_nodes import node_command
 from hydroslurm.jobs.supervisor.job_step import container_options
-from hydroslurm.jobs.supervisor.preflight import node_command
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import PreemptAction, find_partition, site_policy

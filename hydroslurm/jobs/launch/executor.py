@@ -301,12 +301,9 @@ class Executor(SlurmExecutor):
         return inner
 
 
-_PREFLIGHT = "hydroslurm.jobs.supervisor.preflight"
-
-
 def _preflight_line(command: str, run: RunDir) -> str:
     given = ["bash", "-c", command] if command else []
-    words = module_command(sys.executable, _PREFLIGHT, "--job", str(run.root))
+    words = module_command(sys.executable, "hydroslurm.jobs.supervisor.bad_nodes", str(run.root))
     return f"{shlex.join([*words, *given])} || {{ status=$?; {last_line()}; }}"
 
 

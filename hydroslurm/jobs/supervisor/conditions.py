@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,9 +36,6 @@ FINAL = frozenset({"Succeeded", "Failed"})
 FORMAT = 1
 """Of the lines here and of the files of attempts: their field ``v``."""
 _MOST_BYTES = 4 << 20
-_END_BYTES = 8 << 10
-_LAST = 4
-"""A verdict is the last line, or nearly: who writes one looks for another before."""
 
 
 @dataclass(frozen=True)
@@ -91,33 +88,18 @@ def add_condition(
 
 def read_conditions(path: Path) -> tuple[Condition, ...]:
     """Oldest first; torn lines and those of another version are skipped."""
+    found: list[Condition] = []
     try:
         lines = read_end(path, most_bytes=_MOST_BYTES).splitlines()
     except OSError:
         return ()
-    return tuple(_conditions(lines))
-
-
-def newest_conditions(path: Path) -> tuple[Condition, ...]:
-    """The last few of :func:`read_conditions`, the verdict among them once there is one, in a
-    hundredth of the time that all of a job take that was often preempted."""
-    for most_bytes in (_END_BYTES, _MOST_BYTES):  # one line may be longer than the first
-        try:
-            lines = read_end(path, most_bytes=most_bytes).splitlines()[-_LAST:]
-        except OSError:
-            return ()
-        if found := tuple(_conditions(lines)):
-            return found
-    return ()
+    for row in entries_of(lines):
+        if row.get("v") == FORMAT:
+            with contextlib.suppress(ValueError):
+                found.append(msgspec.convert(row, Condition))
+    return tuple(found)
 
 
 def final_condition(conditions: Iterable[Condition]) -> Condition | None:
     """Succeeded or Failed, once there is one; the first counts."""
     return next((one for one in conditions if one.type in FINAL), None)
-
-
-def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
-    for row in entries_of(lines):
-        if row.get("v") == FORMAT:
-            with contextlib.suppress(ValueError):
-                yield msgspec.convert(row, Condition)

@@ -1,7 +1,8 @@
 """Tell the user's command or webhook of each stop, resume, failure and end of a job.
 
 A thread beside the supervisor reads the journal of conditions, so that nothing waits for it but the
-end of the supervisor, a few seconds. A failure is logged once and never raised.
+end of the supervisor, a few seconds. A failure is logged once and never raised. A webhook is called
+by a process, too (``python -m ...``), which ends in time however slowly the answer comes.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import contextlib
 import json
 import signal
 import subprocess
+import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.core.threads import thread
+from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import Condition, read_conditions
+from hydroslurm.jobs.supervisor.exit_policy import format_status
 
 LIMIT_S = 5.0
 """How long one command or request may take."""
@@ -69,12 +74,13 @@ def _follow(
             if condition.type not in _EVENTS or (condition.type == "Running" and is_start):
                 continue
             try:
-                _send(plan, json.dumps(document(run, condition)).encode())
-            except Exception as error:  # of whatever answers there
-                # that of a program repeats its command
-                why = str(error) if isinstance(error, OSError) else type(error).__name__
-                if why not in failures:
-                    log(f"notify failed: {why!a}. The job runs on")
+                why = _send(plan, run, json.dumps(document(run, condition)))
+            except (OSError, RunFolderError) as error:
+                why = str(error)
+            if why and why not in failures:
+                log(
+                    f"notify failed: {why!a}; {run.logs}/notify.log has its output. The job runs on"
+                )
                 failures.add(why)
         told = len(conditions)
 
@@ -99,17 +105,37 @@ def document(run: RunDir, condition: Condition) -> dict[str, Any]:
     }
 
 
-def _send(plan: Plan, text: bytes) -> None:
-    if not plan.notify[0].startswith(("http://", "https://")):
-        folder = plan.tasks[0].working_directory
-        subprocess.run(plan.notify, input=text, cwd=folder, timeout=LIMIT_S, check=True)
-        return
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(plan.notify[0], data=text, headers=headers)
-    with urllib.request.build_opener(_NoRedirect).open(request, timeout=LIMIT_S):
-        pass  # the answer is not read
+def _send(plan: Plan, run: RunDir, text: str) -> str:
+    """Return why nobody was told; "" otherwise."""
+    command: Sequence[str] = plan.notify
+    if command[0].startswith(("http://", "https://")):
+        # the URL goes to stdin: others see arguments, and it may be a secret
+        text = f"{command[0]}\n{text}"
+        command = module_command(sys.executable, "hydroslurm.jobs.supervisor.notify")
+    with (run.logs / "notify.log").open("wb") as output:
+        try:
+            done = subprocess.run(
+                command, input=text.encode(), cwd=plan.tasks[0].working_directory,
+                timeout=LIMIT_S, check=False, stdout=output, stderr=output,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"no end within {LIMIT_S:g} s"
+    return f"exit status {format_status(done.returncode)}" if done.returncode else ""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         """A redirect is an error: the document is for the address in the spec alone."""
+
+
+def main() -> None:
+    """Post what follows the first line of stdin to the URL in that line."""
+    url, _, text = sys.stdin.buffer.read().partition(b"\n")
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url.decode(), data=text, headers=headers)
+    with urllib.request.build_opener(_NoRedirect).open(request):
+        pass  # the answer is not read
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,7 @@ from hydroslurm.jobs.supervisor.attempts import (
     was_requeued_by_ranks,
     was_stop_requested,
 )
-from hydroslurm.jobs.supervisor.bad_nodes import blamed, cause_in, leave
+from hydroslurm.jobs.supervisor.bad_nodes import blamed, cause_in, check_job, leave
 from hydroslurm.jobs.supervisor.conditions import (
     ConditionType,
     add_condition,
@@ -64,7 +64,6 @@ from hydroslurm.jobs.supervisor.job_step import (
     start_step,
     step_variables,
 )
-from hydroslurm.jobs.supervisor.preflight import check_job
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import StopReason

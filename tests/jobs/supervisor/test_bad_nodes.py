@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from hydroslurm.jobs.supervisor.bad_nodes import blamed, cause_in
+from hydroslurm.jobs.supervisor.bad_nodes import blamed, cause_in, check_node
 from hydroslurm.jobs.supervisor.exit_policy import Action, ExitDecision
-from hydroslurm.jobs.supervisor.preflight import check_node, wrong_clocks
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
@@ -70,12 +70,6 @@ def test_what_is_plainly_a_nodes_fault(line: str, is_of_the_node: bool) -> None:
     assert cause_in(lines) == (line if is_of_the_node else "")
 
 
-def test_the_clock_that_differs_from_the_others() -> None:
-    """The file system's own clock does not matter, and one node has nothing to differ from."""
-    assert list(wrong_clocks({"n1": 100.0, "n2": 100.4, "n3": 63.0})) == ["n3"]
-    assert wrong_clocks({"n1": 100.0}) == wrong_clocks({}) == {}
-
-
 SMI = """#!/bin/sh
 # as nvidia-smi prints what --query-gpu and --query-compute-apps ask for
 case "$*" in
@@ -86,20 +80,23 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("second_gpu", "apps", "given", "problem"),
+    ("second_gpu", "apps", "given", "ahead_s", "problem"),
     [
-        ("echo GPU-2", "", {}, ""),
-        ("echo Unable to determine the device handle", "", {}, "1 of 2 GPUs answer: GPU-1"),
-        ("echo GPU-2", "echo GPU-1, 4711, 80 MiB", {}, "a GPU is in use: GPU-1, 4711, 80 MiB"),
-        ("", "", {"SLURM_GPUS_ON_NODE": "0"}, ""),
-        ("echo GPU-2", "", {"SLURM_MEM_PER_NODE": str(1 << 30)}, "MiB of memory are free, and"),
+        ("echo GPU-2", "", {}, 4, ""),
+        ("echo Unable to determine the device handle", "", {}, 0, "1 of 2 GPUs answer: GPU-1"),
+        ("echo GPU-2", "echo GPU-1, 4711, 80 MiB", {}, 0, "a GPU is in use: GPU-1, 4711, 80 MiB"),
+        ("", "", {"SLURM_GPUS_ON_NODE": "0"}, 0, ""),
+        ("echo GPU-2", "", {"SLURM_MEM_PER_NODE": str(1 << 30)}, 0, "MiB of memory are free, and"),
+        ("echo GPU-2", "", {}, -63, "its clock is -63 s from that of the file system"),
     ],
 )
 def test_what_a_node_is_checked_for(
-    tmp_path: Path, second_gpu: str, apps: str, given: Mapping[str, str], problem: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, second_gpu: str, apps: str, given: Mapping[str, str], ahead_s: float,
+    problem: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """GPUs that answer and are idle, and the memory that the job has asked for."""
+    """GPUs that answer and are idle, the memory that the job has asked for, and the clock."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + ahead_s)
     program = tmp_path / "nvidia-smi"
     program.write_text(SMI % (second_gpu or ":", apps or ":"))
     program.chmod(0o755)
@@ -123,7 +120,9 @@ def test_the_program_of_a_node(
     tmp_path: Path, folder: str, command: list[str], status: int, said: str
 ) -> None:
     """Its last line says what is wrong, and it ends as the command does."""
-    words = [sys.executable, "-m", "hydroslurm.jobs.supervisor.preflight", tmp_path / folder]
-    done = subprocess.run([*words, *command], capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "hydroslurm.jobs.supervisor.bad_nodes", "--node"]
+    done = subprocess.run(
+        [*words, tmp_path / folder, *command], capture_output=True, text=True, check=False
+    )
     assert done.returncode == status, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(said)
+    assert (done.stdout.splitlines() or [""])[-1].startswith(said)
