@@ -2,8 +2,8 @@
 
 The run that is open at the first step, whoever opened it, is kept in the run folder. The next
 attempt offers it until its own first step, so that ``wandb.init()`` and ``mlflow.start_run()``
-continue it. Nothing of a tracker is imported here. A tracker that fails costs a warning, never a
-step or a checkpoint.
+continue it; to offer one, Weights & Biases is imported. A tracker that fails costs a warning, never
+a step or a checkpoint.
 """
 
 from __future__ import annotations
@@ -51,13 +51,11 @@ class Tracker:
     """How one tracker is spoken to.
 
     Attributes:
-        variables: by which it continues the run of an id.
         open_run: the run that is open in this process, or None, given the tracker's module.
         id_of: the id by which the next attempt continues a run.
         leave: end a run for a process that exits with a status, given the module, too.
     """
 
-    variables: Mapping[str, str]
     open_run: Callable[[Any], Any]
     id_of: Callable[[Any], str]
     leave: Callable[[Any, Any, object], None]
@@ -83,13 +81,11 @@ def _leave_wandb(_: Any, run: Any, status: object) -> None:
 
 TRACKERS = {
     "wandb": Tracker(
-        {"WANDB_RUN_ID": "{}", "WANDB_RESUME": "allow"},
         open_run=lambda wandb: wandb.run,
         id_of=lambda run: str(run.id),
         leave=_leave_wandb,
     ),
     "mlflow": Tracker(
-        {"MLFLOW_RUN_ID": "{}"},
         open_run=lambda mlflow: mlflow.active_run(),
         id_of=lambda run: str(run.data.tags.get("mlflow.parentRunId", run.info.run_id)),
         leave=_leave_mlflow,
@@ -185,15 +181,15 @@ class Trackers:
 
 
 def _offer_run(name: str, run_id: str) -> None:
-    module: Any = sys.modules.get(name)
-    if name == "wandb" and hasattr(module, "init"):  # may have read its variables before
-        _offer.callback(setattr, module, "init", module.init)
-        module.init = functools.partial(_init_wandb, module.init, run_id)
-        return
-    for variable, value in TRACKERS[name].variables.items():
-        if variable not in os.environ:  # else the script's own
-            os.environ[variable] = value.format(run_id)
-            _offer.callback(os.environ.pop, variable, None)
+    if name == "mlflow" and "MLFLOW_RUN_ID" not in os.environ:  # else the script's own
+        os.environ["MLFLOW_RUN_ID"] = run_id
+        _offer.callback(os.environ.pop, "MLFLOW_RUN_ID", None)
+    if name == "wandb":  # reads its variables once, maybe before now: `wandb.login()`
+        with contextlib.suppress(ImportError, AttributeError):  # a folder of that name
+            import wandb
+
+            _offer.callback(setattr, wandb, "init", wandb.init)
+            wandb.init = functools.partial(_init_wandb, wandb.init, run_id)
 
 
 def _init_wandb(own: Callable[..., Any], run_id: str, *args: Any, **given: Any) -> Any:

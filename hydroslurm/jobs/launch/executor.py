@@ -42,7 +42,7 @@ from hydroslurm.errors import MaybeSubmitted, RunFolderError, SlurmMissing, Usag
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
-from hydroslurm.jobs.launch.sbatch import check_size, new_run, new_submission, submit_script
+from hydroslurm.jobs.launch.sbatch import new_run, new_submission, submit_script
 from hydroslurm.jobs.spec.script import check_options
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
@@ -143,12 +143,9 @@ class Executor(SlurmExecutor):
 
         Raises:
             UsageError: there is no such script.
-            LaunchError: sbatch refused the job, or no partition could ever start it.
+            LaunchError: sbatch refused the job.
         """
-        wanted, asked = _script(script, arguments, is_module=module), self.parameters
-        if self._auto is None:
-            check_size(asked.get("partition", ""), asked.get("nodes", 1), asked.get("time"))
-        job = self.submit(wanted)
+        job = self.submit(_script(script, arguments, is_module=module))
         assert isinstance(job, PausableJob)
         return job
 

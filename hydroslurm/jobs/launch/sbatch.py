@@ -105,39 +105,6 @@ def submit_script(script: Path, run: RunDir) -> int:
     return job_id
 
 
-def check_size(partition: str, nodes: int, limit_min: int | None) -> None:
-    """Refuse a job that is larger or longer than each partition that it may go to: Slurm would keep
-    it pending for ever. Where Slurm does not answer, sbatch will say why.
-
-    Args:
-        partition: one or several, by commas; "": the site's choice, which may be any.
-
-    Raises:
-        LaunchError: says what each of them has.
-    """
-    from hydroslurm.slurm.text import format_duration
-
-    try:
-        known = _client().partitions()
-    except SlurmError:
-        return
-    names = partition.split(",") if partition else [one.name for one in known]
-    places = [one for one in known if one.name in names]
-    limit_s = 60 * (limit_min or 0)
-    fits = (nodes <= len(one.nodes) and limit_s <= (one.max_time_s or limit_s) for one in places)
-    if len(places) < len(names) or any(fits):
-        return
-    asks = _counted(nodes) + (f", time limit {format_duration(limit_s)}" if limit_s else "")
-    have = "; ".join(
-        f"partition {one.name} has {_counted(len(one.nodes))}, time limit "
-        f"{format_duration(one.max_time_s)}"
-        for one in places
-    )
-    raise LaunchError(
-        f"the job could never start, and was not submitted: it asks for {asks}; {have}"
-    )
-
-
 def cancel_if_hopeless(
     client: SlurmClient, job_id: int, run: RunDir, *, nodes: int, janitor_id: int | None = None
 ) -> str | None:

@@ -24,7 +24,7 @@ from hydroslurm.errors import LaunchError, MaybeSubmitted, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
 from hydroslurm.jobs.launch.job_script import janitor_script, job_script
-from hydroslurm.jobs.launch.sbatch import check_size, new_submission, submit_script
+from hydroslurm.jobs.launch.sbatch import new_submission, submit_script
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -114,9 +114,6 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
             *notes,
             *elastic_job.try_members(spec.job, plan, folder.absolute(), environ=environ),
         )
-    else:
-        scheduler = spec.job.scheduler
-        check_size(scheduler.partition or "", plan.nodes, scheduler.time_limit_minutes)
     with new_submission(folder.absolute(), spec.job.name) as run:
         if spec.job.elastic is not None:
             plan = elastic_job.prepare(spec.job, plan, run)

@@ -1,17 +1,16 @@
 """Read YAML into plain values, and remember the line of each.
 
-PyYAML's safe loader reads it, restricted to the tags of plain data. Limits on file size, nesting
-depth and the size after alias expansion are far above any real job spec and stop a hostile file.
-Dates stay text.
+PyYAML's safe loader reads it, restricted to the tags of plain data and without aliases. Limits on
+file size and nesting depth are far above any real job spec and stop a hostile file. Dates stay
+text.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -43,23 +42,6 @@ class Complaint:
     path: KeyPath
     message: str
     because: tuple[KeyPath, ...] = ()
-
-
-class Bounds(NamedTuple):
-    """How much a document may hold, after alias expansion.
-
-    Attributes:
-        values: keys, scalars, lists and mappings.
-        content_bytes: all scalars together. Linux passes about 2 MiB of arguments to a program.
-    """
-
-    values: int
-    content_bytes: int
-
-
-OF_A_FILE = Bounds(values=20_000, content_bytes=1 << 20)
-RESOLVED = Bounds(values=20 * OF_A_FILE.values, content_bytes=20 * OF_A_FILE.content_bytes)
-"""For the resolved spec in a run folder, which has every default filled in."""
 
 
 @dataclass(frozen=True)
@@ -113,18 +95,18 @@ def read_source(path: Path) -> Source:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise SpecError(f"{path}:{line}: is not UTF-8 text ({error.reason})") from error
-    return parse_source(text, name=str(path), bounds=OF_A_FILE)
+    return parse_source(text, name=str(path))
 
 
-def parse_source(text: str, *, name: str, bounds: Bounds = RESOLVED) -> Source:
+def parse_source(text: str, *, name: str) -> Source:
     """Parse one YAML document.
 
     Raises:
-        SpecError: not YAML, more or less than one document, over a limit, a tag that is not plain
-            data, or a duplicate key.
+        SpecError: not YAML, more or less than one document, nested too deep, an alias, a tag that
+            is not plain data, or a duplicate key.
     """
     try:
-        loader = _Loader(text, name, bounds)
+        loader = _Loader(text, name)
         try:
             if not loader.check_node():
                 raise SpecError(f"{name}: is empty; wanted a job spec (hydroslurm schema)")
@@ -149,33 +131,31 @@ def _line(at: yaml.Node | yaml.Event) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its dates and its ``=``: people who write them mean the text.
-
-    It counts what it composes, and again what it builds, where an alias counts with all that it
-    stands for: a hostile file ends neither the stack nor the memory.
-    """
+    """YAML 1.1 without its dates and its ``=``, for people who write them mean the text; and
+    without aliases and merges, which let a short text stand for any amount of data."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's name, never modified
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN or "merge" in tag]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, text: str, name: str, bounds: Bounds) -> None:
+    def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
         self.lines: dict[KeyPath, int] = {}
         self.written: dict[KeyPath, str] = {}
-        self._name, self._bounds = name, bounds
-        self._composed = self._level = self._values = self._content_bytes = 0
-        self._open: list[yaml.Node] = []
+        self._name = name
+        self._level = 0
 
     def error(self, at: yaml.Node | yaml.Event, message: str) -> SpecError:
         return SpecError(f"{self._name}:{_line(at)}: {message}")
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self._composed += 1
-        self._level += 1
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        self._check_size(event, self._composed, self._level - 1)
+        if isinstance(event, yaml.AliasEvent):
+            raise self.error(event, f"an alias (*{event.anchor}) is not allowed; write it out")
+        if self._level > DEEPEST:
+            raise self.error(event, f"nests deeper than {DEEPEST} levels; is it a job spec?")
+        self._level += 1
         node = super().compose_node(parent, index)
         self._level -= 1
         return node
@@ -186,18 +166,22 @@ class _Loader(yaml.SafeLoader):
             shown = node.tag.replace(_TAG, "!!", 1)[:60]
             message = f"the tag {shown} is not allowed; a job spec holds plain values only"
             raise self.error(node, message)
-        with self._within(node):
-            if isinstance(node, yaml.MappingNode):
-                fields = self._fields(node)
-                return {
-                    key: self._item(value, (*path, key), _line(key_node))
-                    for key, (key_node, value) in fields.items()
-                }
-            if isinstance(node, yaml.SequenceNode):
-                return [
-                    self._item(item, (*path, index), _line(item))
-                    for index, item in enumerate(node.value)
-                ]
+        if isinstance(node, yaml.MappingNode):
+            value: dict[str, Any] = {}
+            for key_node, value_node in node.value:
+                key = self._key(key_node)
+                inner = (*path, key)
+                if key in value:
+                    shown = key if len(key) <= 60 else f"{key[:57]}..."
+                    first = self.lines[inner]
+                    raise self.error(key_node, f"duplicate key {shown!r}, first on line {first}")
+                value[key] = self._item(value_node, inner, _line(key_node))
+            return value
+        if isinstance(node, yaml.SequenceNode):
+            return [
+                self._item(item, (*path, index), _line(item))
+                for index, item in enumerate(node.value)
+            ]
         self.written[path] = str(node.value)
         return self._scalar(node)
 
@@ -205,67 +189,11 @@ class _Loader(yaml.SafeLoader):
         self.lines[path] = line
         return self.value_of(node, path)
 
-    @contextlib.contextmanager
-    def _within(self, node: yaml.Node) -> Iterator[None]:
-        """Count a node that is being built, or merged."""
-        if any(node is other for other in self._open):
-            raise self.error(node, "contains itself")
-        self._open.append(node)
-        self._values += 1
-        is_scalar = isinstance(node, yaml.ScalarNode)
-        if is_scalar:
-            self._content_bytes += len(node.value.encode(errors="replace"))
-        # an alias has the line of its anchor: name the field of the document that holds it
-        self._check_size(self._open[:2][-1], self._values, len(self._open) - is_scalar)
-        yield
-        self._open.pop()
-
-    def _check_size(self, at: yaml.Node | yaml.Event, values: int, levels: int) -> None:
-        if levels > DEEPEST:
-            raise self.error(at, f"nests deeper than {DEEPEST} levels; is it a job spec?")
-        most = self._bounds
-        if values > most.values or self._content_bytes > most.content_bytes:
-            raise self.error(
-                at,
-                f"with its aliases expanded this is more than {most.values} values or "
-                f"{most.content_bytes >> 20} MiB; is it a job spec?",
-            )
-
-    def _fields(self, node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """The key and value of each field. A field overrides one that is merged in (``<<:``), and
-        the first mapping that is merged overrides the others. PyYAML's own ``flatten_mapping``
-        writes merged fields into the node, where an alias finds them as duplicates."""
-        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for key_node, value_node in node.value:
-            if key_node.tag == f"{_TAG}merge":
-                is_list = isinstance(value_node, yaml.SequenceNode)
-                for source in value_node.value if is_list else (value_node,):
-                    if not isinstance(source, yaml.MappingNode):
-                        wanted = "expected a mapping or list of mappings for merging"
-                        raise yaml.MarkedYAMLError(
-                            "while constructing a mapping",
-                            node.start_mark,
-                            f"{wanted}, but found {source.id}",
-                            source.start_mark,
-                        )
-                    with self._within(source):
-                        merged = self._fields(source) | merged
-                continue
-            key = self._key(key_node)
-            if key in own:
-                shown = key if len(key) <= 60 else f"{key[:57]}..."
-                first = _line(own[key][0])
-                raise self.error(key_node, f"duplicate key {shown!r}, first on line {first}")
-            own[key] = key_node, value_node
-        return merged | own
-
     def _key(self, node: yaml.Node) -> str:
         """Field names are text, even where YAML would read a number or a boolean."""
         if not isinstance(node, yaml.ScalarNode):
             raise self.error(node, "a list or a mapping cannot be the name of a field")
-        with self._within(node):
-            return str(node.value)
+        return str(node.value)
 
     def _scalar(self, node: yaml.Node) -> Any:
         if node.tag in _NUMBERS and len(node.value) > LONGEST_NUMBER:

@@ -25,6 +25,7 @@ from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
 from hydroslurm.jobs.supervisor.notify import notifying
 from hydroslurm.jobs.supervisor.supervise import Outcome, Supervisor
+from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.values import Job
@@ -50,13 +51,8 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         environ=environ,
         log=log,
     )
-    with notifying(plan, run, log=log):
-        if plan.tensorboard is None:
-            return supervisor.supervise()
-        from hydroslurm.jobs.supervisor.tensorboard import tensorboard
-
-        with tensorboard(plan.tensorboard, run, log=log):
-            return supervisor.supervise()
+    with notifying(plan, run, log=log), tensorboard(plan.tensorboard, run, log=log):
+        return supervisor.supervise()
 
 
 def trusted_plan(run: RunDir) -> Plan:

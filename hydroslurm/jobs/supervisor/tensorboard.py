@@ -4,7 +4,6 @@ and so with the job. Its address is written into the run folder."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -25,10 +24,6 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.threads import thread
 from hydroslurm.jobs.plan import TensorBoardPlan
 
-MISSING = (
-    f"there is no TensorBoard: {sys.executable} has no package tensorboard (pip install "
-    "tensorboard). The job runs without"
-)
 _ADDRESS = re.compile(rb"TensorBoard \S+ at http://(\[[0-9a-f:]+\]|[^\s/:]+):(\d+)/")
 _POLL_S = 0.1
 
@@ -63,11 +58,6 @@ class Address:
         return f"ssh -N -L {self.port}:{self.host}:{self.port} {self.node}"
 
 
-def is_there() -> bool:
-    """Whether this Python has TensorBoard."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
 @contextlib.contextmanager
 def tensorboard(
     wanted: TensorBoardPlan | None, run: RunDir, *, log: Callable[[str], None]
@@ -99,10 +89,6 @@ def _start(
     wanted: TensorBoardPlan, run: RunDir, log: Callable[[str], None]
 ) -> subprocess.Popen[bytes] | None:
     """Start it. Its log directory is made where it is missing."""
-    if not is_there():
-        log(MISSING)
-        run.tensorboard_log.write_text(f"{MISSING}\n")
-        return None
     logdir = Path(wanted.log_directory)
     try:
         logdir.mkdir(parents=True, exist_ok=True)

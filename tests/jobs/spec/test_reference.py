@@ -19,7 +19,7 @@ from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec.reading import dumps, load, loads, read
 from hydroslurm.jobs.spec.schema import reference, schema, schema_text
-from hydroslurm.jobs.spec.source import OF_A_FILE, parse_source
+from hydroslurm.jobs.spec.source import parse_source
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = schema()
@@ -54,7 +54,7 @@ class Broken:
     def answer(self) -> str:
         """What is said of it now."""
         try:
-            source = parse_source(self.text, name=f"{self.name}.yaml", bounds=OF_A_FILE)
+            source = parse_source(self.text, name=f"{self.name}.yaml")
             read(source, folder=Path())
         except SpecError as error:
             return f"{error}\n"
