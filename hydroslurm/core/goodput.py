@@ -10,15 +10,11 @@ attempt's first event to its last; the time between, Python's start included, is
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hydroslurm.core.decoding import Count, Integer, Seconds
 from hydroslurm.core.events import Event, EventKind
-
-
-def figure(meaning: str, heading: str = "", *, default: Any = 0.0) -> Any:
-    """Declare a field: its description in the report, and its row there."""
-    return field(default=default, metadata={"meaning": meaning, "heading": heading})
+from hydroslurm.core.figure import figure, seconds
 
 
 @dataclass
@@ -27,35 +23,35 @@ class Goodput:
 
     # fmt: off
     of_allocated: Seconds | None = figure(
-        "Productive ÷ allocated time; null where no steps were recorded.", default=None)
+        "Productive ÷ allocated time; null where no steps were recorded.")
     of_wall: Seconds | None = figure(
-        "Productive time ÷ wall clock; null where no steps were recorded.", default=None)
+        "Productive time ÷ wall clock; null where no steps were recorded.")
     at_most: bool = figure(
         "True where more steps than known may have been repeated.", default=False)
     allocated_from: Literal["slurm", "events", "both"] = figure(
         "Source of the allocated time; `both`: Slurm does not know some attempts.",
         default="events")
-    wall_s: Seconds = figure(
+    wall_s: Seconds = seconds(
         "From the submission, or the first event, to the end, or the last event.")
-    allocated_s: Seconds = figure("The job held its nodes, including suspended time.")
-    productive_s: Seconds = figure("Steps that counted.", "steps that counted")
-    made_again_s: Seconds = figure("Steps that a later attempt repeated.", "steps repeated")
-    saving_s: Seconds = figure(
+    allocated_s: Seconds = seconds("The job held its nodes, including suspended time.")
+    productive_s: Seconds = seconds("Steps that counted.", "steps that counted")
+    made_again_s: Seconds = seconds("Steps that a later attempt repeated.", "steps repeated")
+    saving_s: Seconds = seconds(
         "Waiting for a copy of the state, or for a save in the foreground.", "waiting for saves")
-    parked_s: Seconds = figure("From each pause's request until the gate was opened.", "parked")
-    starting_s: Seconds = figure(
+    parked_s: Seconds = seconds("From each pause's request until the gate was opened.", "parked")
+    starting_s: Seconds = seconds(
         "From the start of the allocation to the end of an attempt's first step.", "starting up")
-    leaving_s: Seconds = figure(
+    leaving_s: Seconds = seconds(
         "From a stop's safe point, or the training's end, to the end of the allocation.",
         "saving and leaving")
-    unknown_s: Seconds = figure(
+    unknown_s: Seconds = seconds(
         "After the last event of a killed process; all, if no steps were recorded.", "unknown")
-    queued_s: Seconds = figure("Between allocations, and before the first.")
+    queued_s: Seconds = seconds("Between allocations, and before the first.")
     steps: Count = figure("How many counted.", default=0)
-    step_s: Seconds | None = figure("Mean seconds of a step.", default=None)
+    step_s: Seconds | None = figure("Mean seconds of a step.")
     steps_lost: Count = figure("Made by one attempt and repeated by the next.", default=0)
     restarts: Count = figure("Attempts that trained on after another one had ended.", default=0)
-    restart_s: Seconds = figure(
+    restart_s: Seconds = seconds(
         "From the stop of each such other, or its last event, to the end of the next step.")
     # fmt: on
 
@@ -175,8 +171,8 @@ class Account:
         else:
             self._settle(time, begin_s)
         parts["starting_s"] = max(0.0, parts.get("starting_s", 0.0) + begin_s - since_s)
-        for part, seconds in parts.items():
-            setattr(sums, part, getattr(sums, part) + seconds)
+        for part, part_s in parts.items():
+            setattr(sums, part, getattr(sums, part) + part_s)
 
     def _settle(self, time: AttemptTime, begin_s: float) -> None:
         """Count the steps of an attempt, what the one before it has lost to it, and how long it

@@ -17,9 +17,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hydroslurm.core.figure import figure, required
 from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.lines import spelled
-from hydroslurm.report.tables import figure, required
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from hydroslurm.core.figure import figure
 from hydroslurm.core.files import clean
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmError, SlurmMissing
@@ -23,7 +24,6 @@ from hydroslurm.report.lines import span
 from hydroslurm.report.nsys import Profile, ProfiledPause, ProfiledStop
 from hydroslurm.report.pauses import PEERS, Pause, Profiled
 from hydroslurm.report.stops import SlurmAttempt, Stop, Stopped
-from hydroslurm.report.tables import figure
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.values import Job, JobState
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from hydroslurm.core.figure import figure, required
 from hydroslurm.core.goodput import Goodput
 from hydroslurm.report.clocks import Alignment
 from hydroslurm.report.external_sources import (
@@ -30,7 +31,6 @@ from hydroslurm.report.history import History, Summary, summary
 from hydroslurm.report.nsys import Profile
 from hydroslurm.report.pauses import Pause
 from hydroslurm.report.stops import KILLED, Stop, Stopped, steps_lost_total
-from hydroslurm.report.tables import figure, required
 
 MOST_ROWS = 10_000
 """Limit on ``every_pause`` and ``every_stop``, so that the file stays readable."""

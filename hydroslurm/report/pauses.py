@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.figure import figure, required
 from hydroslurm.core.files import clean
 from hydroslurm.report.lines import (
     data_of,
@@ -26,7 +27,7 @@ from hydroslurm.report.lines import (
     step_of,
     text,
 )
-from hydroslurm.report.tables import UNKNOWN, figure, required
+from hydroslurm.report.tables import UNKNOWN
 from hydroslurm.report.tables import number as decimal
 
 PEERS, VACATED = "peers", "vacated"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.figure import figure, required
 from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.lines import span
 from hydroslurm.report.progress import Progress
-from hydroslurm.report.tables import figure, required
 
 KILLED = "killed"
 """It left no further events, and another attempt followed."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from hydroslurm.report.lines import span
@@ -59,27 +59,30 @@ class Latency(NamedTuple):
         return sorted(value * unit_s for value in values if value is not None)
 
 
-def figure(
-    meaning: str,
-    heading: str = "",
-    spec: str = "",
-    *,
-    default: Any = None,
-    label: str = "",
-    unit: float = 1,
-    since: str = "",
-    cell: Cell | None = None,
-    more: bool = False,
-    **how: bool,
-) -> Any:
-    """Declare a field of a dataclass as a figure.
+@functools.cache
+def columns_of(kind: Any) -> Mapping[str, Column]:
+    """Return a record's columns by field, including those of records within it."""
+    columns: dict[str, Column] = {}
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        if heading := f.metadata["heading"]:
+            shown = f.metadata["shown"]
+            columns[f.name] = column_of(f.name, heading, f.metadata["spec"], **shown)
+        for part in filter(is_dataclass, get_args(hints[f.name])):
+            for inner, column in columns_of(part).items():  # type: ignore[arg-type]
+                cell = _within(f.name, column.cell)
+                columns[f"{f.name}.{inner}"] = column._replace(cell=cell)
+    return columns
+
+
+def column_of(
+    name: str, heading: str, spec: str, *, unit: float = 1, since: str = "",
+    cell: Cell | None = None, more: bool = False, **how: bool,
+) -> Column:  # fmt: skip
+    """Make the column of a field.
 
     Args:
-        meaning: its description in the schema.
-        heading: of its column; without one it is in no table.
-        spec: number format.
-        label: the two moments of a latency whose distribution is shown.
-        unit: what the column counts in.
+        unit: what it counts in.
         since: field of the stamp that a stamp is counted from.
         cell: makes the text from the record, if a format is not enough.
         more: the column is optional and wide.
@@ -87,34 +90,11 @@ def figure(
     """
     how |= {"optional": True, "wide": True} if more else {}
 
-    def column(name: str) -> Column:
-        def shown(row: Any) -> str | None:
-            value = getattr(row, name)
-            return number(span(getattr(row, since), value, 1) if since else value, spec, unit)
+    def shown(row: Any) -> str | None:
+        value = getattr(row, name)
+        return number(span(getattr(row, since), value, 1) if since else value, spec, unit)
 
-        return Column(heading, cell or shown, **how)
-
-    declared = {"meaning": meaning, "column": column if heading else None}
-    return field(default=default, metadata={**declared, "label": label, "spec": spec})
-
-
-required = functools.partial(figure, default=MISSING)
-"""A figure that a record's constructor requires."""
-
-
-@functools.cache
-def columns_of(kind: Any) -> Mapping[str, Column]:
-    """Return a record's columns by field, including those of records within it."""
-    columns: dict[str, Column] = {}
-    hints = get_type_hints(kind)
-    for f in fields(kind):
-        if f.metadata["column"] is not None:
-            columns[f.name] = f.metadata["column"](f.name)
-        for part in filter(is_dataclass, get_args(hints[f.name])):
-            for inner, column in columns_of(part).items():  # type: ignore[arg-type]
-                cell = _within(f.name, column.cell)
-                columns[f"{f.name}.{inner}"] = column._replace(cell=cell)
-    return columns
+    return Column(heading, cell or shown, **how)
 
 
 def _within(name: str, cell: Cell) -> Cell:
