@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -33,7 +32,6 @@ def complaints_of(
     def note(path: KeyPath, message: str) -> None:
         found[Complaint(place(path), message)] = None
 
-    wrong: list[KeyPath] = []
     errors: list[dict[str, Any]] = [
         dict(one)
         for one in error.errors(include_url=False)
@@ -44,51 +42,14 @@ def complaints_of(
         errors = foreign  # another format: its fields are not our concern
     misspelt = {_meant(one) for one in errors if one["type"] == "extra_forbidden"}
     for one in errors:
-        if one["type"] == DOES_NOT_FIT:
+        if one["type"] == DOES_NOT_FIT:  # alone: all fields are valid one by one
+            for complaint in one["ctx"]["found"]:
+                note(complaint.path, complaint.message)
             continue
         path = _as_written(one["loc"], value)
-        wrong.append(path)
         if one["type"] != "missing" or path not in misspelt:
             note(path, message_of(one, path, source.written.get(place(path))))
-    if not foreign:
-        for complaint in _complaints(error, value, wrong):
-            note(complaint.path, complaint.message)
     return tuple(found)
-
-
-def _complaints(error: ValidationError, value: Any, wrong: list[KeyPath]) -> Iterator[Complaint]:
-    """Conflicts between fields, even where single fields are invalid: the job is validated again
-    without those, and a conflict is reported if it depends on none of them."""
-    if wrong and isinstance(value, dict):
-        mended = copy.deepcopy(value)
-        for path in wrong:
-            _take_away(mended, path)
-        try:
-            TrainingJob.model_validate(mended)
-        except ValidationError as second:
-            error = second
-    for one in error.errors(include_url=False):
-        if one["type"] == DOES_NOT_FIT:
-            for complaint in one["ctx"]["found"]:
-                hangs_on = (complaint.path, *complaint.because)
-                if not any(_overlap(path, other) for path in wrong for other in hangs_on):
-                    yield complaint
-
-
-def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    size = min(len(one), len(other))
-    return one[:size] == other[:size]
-
-
-def _take_away(value: Any, path: KeyPath) -> None:
-    """Remove a field. List items stay, so that the indices of the others do not change."""
-    for step in path[:-1]:
-        try:
-            value = value[step]
-        except (KeyError, IndexError, TypeError):
-            return
-    if path and isinstance(value, dict):
-        value.pop(path[-1], None)
 
 
 def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:

@@ -36,12 +36,10 @@ class Complaint:
     Attributes:
         path: of the field that most likely has to change.
         message: what was found, what was wanted, what to do.
-        because: the other fields that cause it.
     """
 
     path: KeyPath
     message: str
-    because: tuple[KeyPath, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def after_srun(
     )
 
 
-def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> list[str]:
+def srun_command(plan: Plan, run: RunDir) -> list[str]:
     """The command that starts all tasks of a plan."""
     # SLURM_HOSTFILE names the nodes of an uneven plan: since 25.11 srun refuses --nodes with it
     layout = ["--distribution=arbitrary"]
@@ -124,12 +124,12 @@ def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> lis
         "--export=ALL",
         "--unbuffered",
         "--open-mode=append",
-        f"--output={str(logs).replace('%', '%%')}/task-%t.log",
-        *container_options(plan, plan_file.parent),
+        f"--output={str(run.logs).replace('%', '%%')}/task-%t.log",
+        *container_options(plan, run.root),
         *module_command(
-            "python3" if plan.runtime == Runtime.PYXIS else python,
+            "python3" if plan.runtime == Runtime.PYXIS else sys.executable,
             "hydroslurm.jobs.task",
-            str(plan_file),
+            str(run.plan_json),
         ),
     ]
 
@@ -184,12 +184,6 @@ def start_step(command: Sequence[str], *, environ: Mapping[str, str], log: Path)
     return RunningStep(child.pid, registry.start_ticks(child.pid) or 0, child)
 
 
-def python_of() -> str:
-    """This interpreter by the name it was started by: for a virtual environment that is a link,
-    whose location matters."""
-    return sys.executable or os.path.realpath("/proc/self/exe")
-
-
 # --- how its tasks end
 
 LOST = 1
@@ -237,9 +231,10 @@ class TaskExits:
         """Read what is new."""
         self._now_s = self._clock.now_s()
         for line in self._new_lines():
-            self.waits = step_waits(line) or self.waits
-            if (step_id := step_launched(line)) is not None:
-                self.step_id, self.waits = step_id, None
+            if waits := _WAITS.fullmatch(line):
+                self.waits = waits[1]
+            if launched := _LAUNCHES.fullmatch(line):
+                self.step_id, self.waits = int(launched[1]), None
             for task, status in task_ends(line):
                 self.statuses.setdefault(task, status)
 
@@ -280,18 +275,6 @@ def task_ends(line: str) -> Iterator[tuple[int, int]]:
     if match is not None and status is not None:
         for task in _numbers(match["tasks"]):
             yield task, status
-
-
-def step_waits(line: str) -> str | None:
-    """Why Slurm does not make the job step yet, in its own words; None for any other line."""
-    match = _WAITS.fullmatch(line)
-    return None if match is None else match[1]
-
-
-def step_launched(line: str) -> int | None:
-    """The number of the job step whose tasks are being started; None for any other line."""
-    match = _LAUNCHES.fullmatch(line)
-    return None if match is None else int(match[1])
 
 
 def _status(how: str) -> int | None:

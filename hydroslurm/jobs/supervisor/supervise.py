@@ -59,7 +59,6 @@ from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
     TaskExits,
     after_srun,
-    python_of,
     srun_command,
     start_step,
     step_variables,
@@ -237,9 +236,7 @@ class Supervisor:
         )
         self._printed_bytes = self._log_bytes()
         log = self.run.srun_log(attempt.number)
-        command = srun_command(
-            self.plan, plan_file=self.run.plan_json, logs=self.run.logs, python=python_of()
-        )
+        command = srun_command(self.plan, self.run)
         step = start_step(command, environ=self._step_environ(attempt), log=log)
         self._attempts.started(attempt, srun_pid=step.pid, srun_started=step.started)
         self._add_condition(

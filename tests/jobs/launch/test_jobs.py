@@ -261,7 +261,10 @@ def test_a_job_that_can_never_start_is_refused(
 ) -> None:
     """More nodes than the partition has, which 22.05 and 26.05 would keep for ever, and more CPUs
     than a node has, which Slurm sees as it takes the job; one that only waits is taken."""
-    for options, why in ((("-N", "99"), "it asks for 99 nodes"), (("-c", "999"), "")):
+    for options, why in (
+        (("-N", "99"), "it asked for 99 nodes of partition low"),
+        (("-c", "999"), ""),
+    ):
         done = hydroslurm_submit(folder, *options, "train.py", str(folder / "stop"))
         assert (done.returncode, done.stdout) == (1, "")
         assert len(done.stderr.splitlines()) == 1

@@ -324,19 +324,14 @@ def test_step_of_pyxis(tmp_path: Path) -> None:
     """srun starts the tasks in the image, with the image's own Python; without pyxis it has none of
     its options."""
     made = {
-        runtime: srun_command(
-            contained(tmp_path, runtime),
-            plan_file=tmp_path / "p",
-            logs=tmp_path,
-            python="/here/python",
-        )
+        runtime: srun_command(contained(tmp_path, runtime), RunDir(tmp_path))
         for runtime in ("pyxis", "apptainer")
     }
     command = made["pyxis"]
     assert "--container-image=nvcr.io#nvidia/pytorch:24.05-py3" in command
     assert f"--container-mounts={tmp_path}:{tmp_path}" in command
     assert f"--container-workdir={tmp_path}" in command
-    task = module_command("python3", "hydroslurm.jobs.task", str(tmp_path / "p"))
+    task = module_command("python3", "hydroslurm.jobs.task", str(RunDir(tmp_path).plan_json))
     assert command[-len(task) :] == task
     assert not any(word.startswith("--container") for word in made["apptainer"])
-    assert "/here/python" in made["apptainer"]
+    assert sys.executable in made["apptainer"]

@@ -60,15 +60,15 @@ def test_ends_are_read_as_they_come(tmp_path: Path) -> None:
 def test_the_layout_is_said_to_srun() -> None:
     """Even nodes by a number; uneven ones by a list of nodes, in the order of the ranks."""
     even = planned("replicaSpecs: [{replicas: 2, template: {command: [python, a.py]}}]")
-    message = srun_command(even, plan_file=Path("/r/p"), logs=Path("/r/100%"), python="py")
+    message = srun_command(even, RunDir(Path("/r/100%")))
     assert "--ntasks-per-node=1" in message
-    assert "--output=/r/100%%/task-%t.log" in message
+    assert "--output=/r/100%%/logs/task-%t.log" in message
     uneven = planned(
         "replicaSpecs:\n"
         "  - {type: worker, replicas: 2, template: {command: [a], resources: {nodes: 1}}}\n"
         "  - {type: master, template: {command: [a]}}\n"
     )
-    message = srun_command(uneven, plan_file=Path("/r/p"), logs=Path("/r/l"), python="py")
+    message = srun_command(uneven, RunDir(Path("/r")))
     assert "--distribution=arbitrary" in message
     assert not any(word.startswith("--nodes") for word in message)  # 25.11 refuses the two together
     assert host_list(uneven, ["n7", "n9"]) == "n7\nn9\nn9\n"
