@@ -8,23 +8,22 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_snake
 
-from hydroslurm.jobs.spec.fields import NotText, nearest
+from hydroslurm.jobs.spec.fields import nearest
 from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
-from hydroslurm.jobs.spec.source import Complaint, KeyPath, Source
+from hydroslurm.jobs.spec.source import Complaint, KeyPath
 
 MOST_PROBLEMS = 60
 """How many are reported: a file with more is not a job spec."""
 
 
 def complaints_of(
-    error: ValidationError, value: object, *, source: Source, place: Callable[[KeyPath], KeyPath]
+    error: ValidationError, value: object, *, place: Callable[[KeyPath], KeyPath]
 ) -> tuple[Complaint, ...]:
     """All errors, by their paths in the file.
 
     Args:
         error: what validating ``value`` as :class:`TrainingJob` raised.
         value: what was validated.
-        source: the file.
         place: maps a path in ``value`` to the path in the file that it comes from.
     """
     found: dict[Complaint, None] = {}
@@ -48,7 +47,7 @@ def complaints_of(
             continue
         path = _as_written(one["loc"], value)
         if one["type"] != "missing" or path not in misspelt:
-            note(path, message_of(one, path, source.written.get(place(path))))
+            note(path, message_of(one, path))
     return tuple(found)
 
 
@@ -73,12 +72,8 @@ def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:
     return tuple(path)
 
 
-def message_of(error: Mapping[str, Any], path: KeyPath, written: str | None = None) -> str:
-    """One of pydantic's errors in our words, without the field's name.
-
-    Args:
-        path: where it is. written: what the file has there.
-    """
+def message_of(error: Mapping[str, Any], path: KeyPath) -> str:
+    """One of pydantic's errors in our words, without the name of the field, which is ``path``."""
     kind, given, context = error["type"], error.get("input"), error.get("ctx") or {}
     if kind == "extra_forbidden":
         names = tuple(part for part in path if isinstance(part, str))
@@ -89,8 +84,6 @@ def message_of(error: Mapping[str, Any], path: KeyPath, written: str | None = No
         return _not_one_of(given, str(context["expected"]), path)
     if not path:
         return f"wanted the fields of a job spec, at least replicaSpecs; got {_shown(given)}"
-    if kind == "value_error" and isinstance(context["error"], NotText) and written:
-        return _no_text(given, path, written)
     if given is None:
         return "is empty; give it a value, or leave the field out"
     if kind == "value_error":
@@ -152,15 +145,6 @@ _FORMATS: dict[KeyPath, str] = {
 
 def _is_number(given: object) -> bool:
     return isinstance(given, str) and given.isascii() and given.isdecimal()
-
-
-def _no_text(given: object, path: KeyPath, written: str) -> str:
-    """The value of an environment variable may be a secret: it is not repeated."""
-    kind = "nothing" if given is None else "a number"
-    kind = "true or false" if isinstance(given, bool) else kind
-    if "env" in path:
-        return f"wanted text, got what YAML reads as {kind}; put it in quotes"
-    return f'wanted text, got {written}, which YAML reads as {kind}; write "{written}"'
 
 
 def _meant(error: dict[str, Any]) -> KeyPath:

@@ -50,13 +50,11 @@ class Source:
         name: the file's name, for messages.
         value: made of dict, list, str, int, float, bool and None.
         lines: the line on which each key or list item begins, from 1.
-        written: each scalar as the file spells it.
     """
 
     name: str
     value: Any
     lines: Mapping[KeyPath, int]
-    written: Mapping[KeyPath, str]
 
     def line_of(self, path: KeyPath) -> int:
         """The line of a value, or of its nearest existing parent if it is missing."""
@@ -120,7 +118,7 @@ def parse_source(text: str, *, name: str) -> Source:
             loader.dispose()
     except yaml.YAMLError as error:
         raise SpecError(_message(error, name, text)) from error
-    return Source(name, value, loader.lines, loader.written)
+    return Source(name, value, loader.lines)
 
 
 def _line(at: yaml.Node | yaml.Event) -> int:
@@ -140,7 +138,6 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
         self.lines: dict[KeyPath, int] = {}
-        self.written: dict[KeyPath, str] = {}
         self._name = name
         self._level = 0
 
@@ -159,7 +156,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def value_of(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Build a value, and note its line and spelling, and those of all that it holds."""
+        """Build a value, and note its line, and those of all that it holds."""
         if node.tag not in _PLAIN:
             shown = node.tag.replace(_TAG, "!!", 1)[:60]
             message = f"the tag {shown} is not allowed; a job spec holds plain values only"
@@ -180,7 +177,6 @@ class _Loader(yaml.SafeLoader):
                 self._item(item, (*path, index), _line(item))
                 for index, item in enumerate(node.value)
             ]
-        self.written[path] = str(node.value)
         return self._scalar(node)
 
     def _item(self, node: yaml.Node, path: KeyPath, line: int) -> Any:
