@@ -185,11 +185,8 @@ def _failing_nodes(
         status = exits.statuses.get(number)
         if status in (0, 128 + signal.SIGTERM):  # a preemption has ended it
             continue
-        how = (
-            f"no end within {WITHIN_S:.0f} s"
-            if status is None
-            else (f"exit status {format_status(status)}")
-        )
+        late = f"no end within {WITHIN_S:.0f} s"
+        how = late if status is None else f"exit status {format_status(status)}"
         text = b""
         with contextlib.suppress(OSError):
             text = read_end(run.logs / f"preflight-{number}.log", most_bytes=1 << 16)

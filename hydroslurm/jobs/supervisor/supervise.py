@@ -316,10 +316,8 @@ class Supervisor:
         size_bytes = self._log_bytes()
         for task, status in exits.statuses.items():
             if status not in (0, RUN_AGAIN, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
-                node, log = (
-                    self.allocation.nodes[self.plan.tasks[task].node],
-                    self.run.task_log(task),
-                )
+                node = self.allocation.nodes[self.plan.tasks[task].node]
+                log = self.run.task_log(task)
                 end_bytes = size_bytes.get(log.name, 0) - _LOG_BYTES
                 lines, _ = new_lines(log, max(end_bytes, self._printed_bytes.get(log.name, 0)))
                 causes[node] = causes.get(node) or cause_in(lines)
