@@ -127,8 +127,8 @@ def _watch(
     run.tensorboard_json.unlink(missing_ok=True)
     if not is_stopping.is_set():
         log(
-            f"TensorBoard ended with status {child.returncode}; {run.tensorboard_log} says why. "
-            "The job runs on"
+            f"TensorBoard ended with status {child.returncode}; {run.tensorboard_log} says why. If "
+            "it is not installed: pip install tensorboard. The job runs on"
         )
 
 

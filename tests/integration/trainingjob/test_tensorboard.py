@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -83,19 +82,6 @@ def _answering(scene: Scene, *, unlike: int) -> Address:
 def _ask(address: Address, what: str) -> Any:
     with urllib.request.urlopen(f"{address.url}{what}") as answer:
         return json.load(answer)
-
-
-def test_none_installed_is_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job runs without it; the note says what to install, in the log that describe names."""
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    run, said = RunDir(tmp_path / "run").create(), list[str]()
-    with tensorboard(TensorBoardPlan(str(tmp_path), 0, "127.0.0.1"), run, log=said.append):
-        pass
-    (note,) = said
-    assert "pip install tensorboard" in note
-    assert "The job runs without" in note
-    assert run.tensorboard_log.read_text() == f"{note}\n"
-    assert read_address(run.tensorboard_json) is None
 
 
 def test_port_in_use_is_one_note(tmp_path: Path) -> None:
