@@ -153,8 +153,8 @@ def check_job(
         return 0, ""
     message = "; ".join(f"{node}: {why}" for node, why in list(bad.items())[:4])
     if not (why_not := leave(bad, run, client, allocation, most=most)):
-        return RUN_AGAIN, message
-    message += f"; the job cannot leave it: {why_not}"
+        return RUN_AGAIN, f"{message}. The job goes back into the queue, without {', '.join(bad)}"
+    message += f"; the job ends: {why_not}"
     add_condition(run.conditions_jsonl, "Failed", reason="PreflightFailed", message=message)
     return MUST_NOT_RUN_AGAIN, message
 
