@@ -101,12 +101,13 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
 
 def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
     """The job as slurmctld describes it, else its newest record in accounting."""
-    from hydroslurm.jobs.control.requests import find_jobs  # a supervisor starts without it
-
     job_id = submission.read(run.root).job_id
-    with contextlib.suppress(SlurmError):
-        if job_id is not None:
-            return find_jobs(open_client(environ=environ), JobId.parse(job_id))[-1]
+    if job_id is None:
+        return None
+    client = open_client(environ=environ)
+    for ask in (client.jobs_of, client.history):
+        with contextlib.suppress(SlurmError):
+            return ask(JobId.parse(job_id))[-1]
     return None
 
 
