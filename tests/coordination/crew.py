@@ -4,7 +4,8 @@ directory, out: of the run, and where rank 0 writes what it has come to.
 epochs: of 4 steps; every rank takes its share of a batch of 12.
 hold: {"rank": r, "at": place} - that rank waits there until there is a file ``go``
     in the run folder; a place is "step 7" or "end".
-kind: "run", "job", or "own" for a loop that saves by itself.
+kind: "run", "job", or "own" for a loop that saves by itself. back_to: the epoch that a job goes
+    back to.
 forward_s: of each rank, sleeps in its forward. model: "ddp", "ddp-buffers", which begins each
     forward with a broadcast, or "fsdp". vacate: tests/vacate/model.py and its folder, for "run".
 every_steps, every_s: of the Run. timeout_s: of collectives.
@@ -155,7 +156,8 @@ def with_job(parts: Parts) -> None:
         return parts.rank == 0 and job.run.epoch >= options.get("epochs", 3)
 
     manager = hydroslurm.MultiNodeCheckpointManager(options["directory"], every_steps=0, every_s=0)
-    print(f"epochs {hydroslurm.JobRunner(job, manager).run()}", flush=True)
+    runner = hydroslurm.JobRunner(job, manager, resume_from_epoch=options.get("back_to"))
+    print(f"epochs {runner.run()}", flush=True)
 
 
 def with_own_saves(parts: Parts) -> None:

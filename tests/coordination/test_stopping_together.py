@@ -122,7 +122,8 @@ def test_stopped_and_continued(
 
 def test_a_job_ends_where_its_first_rank_says(story: Story) -> None:
     """A stop signal that is true on rank 0 alone ends the job on all; its checkpoints are of both
-    ranks, and what was one rank's own can be read."""
+    ranks, and what was one rank's own can be read. One that goes back to an epoch trains the same
+    bits again on each rank."""
     attempt = story.live(2, kind="job", epochs=2)
     assert set(attempt.codes.values()) == {0}, attempt.said
     assert attempt.said.count("epochs 2") == 2
@@ -135,3 +136,8 @@ def test_a_job_ends_where_its_first_rank_says(story: Story) -> None:
     again = story.live(2, kind="job", epochs=2)
     assert set(again.codes.values()) == {0}, again.said
     assert "it is loaded" in again.said
+    back = story.live(2, kind="job", epochs=2, back_to=1)
+    assert set(back.codes.values()) == {0}, back.said
+    for rank in range(2):
+        steps = story.steps(rank)
+        assert steps[8:] == steps[4:8]
