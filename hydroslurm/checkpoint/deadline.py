@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -211,12 +210,10 @@ class BackgroundSave:
         work: does the save of state number ``state``, of this step.
         expected_s: how long it should take.
         writes: False if this rank only tells the others that it cannot take part.
-        exempt: makes the context in which no pause holds the thread.
-        tidy: called once the save has succeeded. Nobody waits for it but :meth:`join` and the
-            shutdown of Python: removing an old checkpoint of some GB takes longer than a stop may
-            have.
         reason: of a stop, what was chosen, for people.
         opened: set once its folder has a name, or it has ended.
+        ended: set once the checkpoint is committed or the save has failed, which may be before the
+            work returns: removing an old checkpoint of some GB takes longer than a stop may have.
     """
 
     work: Callable[[BackgroundSave], None]
@@ -224,14 +221,12 @@ class BackgroundSave:
     state: int
     expected_s: float
     writes: bool
-    exempt: Callable[[], AbstractContextManager[None]]
-    tidy: Callable[[], None]
     failure: BaseException | None = None
     reason: str = ""
 
     def __post_init__(self) -> None:
         """Begin at once."""
-        self._ended, self.opened = threading.Event(), threading.Event()
+        self.ended, self.opened = threading.Event(), threading.Event()
         self.cancel = threading.Event()
         self._begin_s = time.monotonic()
         self._thread = thread(self._run, name=f"hydroslurm-save-{self.step}", daemon=False)
@@ -239,19 +234,19 @@ class BackgroundSave:
 
     @property
     def running(self) -> bool:
-        return not self._ended.is_set()
+        return not self.ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it has ended, after waiting so long at the most."""
-        return self._ended.wait(_bounded(timeout_s))
+        return self.ended.wait(_bounded(timeout_s))
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended and tidied up, after waiting so long at the most."""
+        """Whether its thread is over, after waiting so long at the most."""
         self._thread.join(_bounded(timeout_s))
         return not self._thread.is_alive()
 
     def see_through(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended, and without a timeout until it has tidied up. If a signal
+        """Wait until it has ended, and without a timeout until its thread is over. If a signal
         handler raises meanwhile, it is given up and waited for: before that the state that it
         writes is not the caller's own."""
         try:
@@ -276,16 +271,12 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            with self.exempt():
-                self.work(self)
-                self._ended.set()
-                if self.writes:
-                    self.tidy()
+            self.work(self)
         except BaseException as error:  # kept for the training thread, which reports it
             self.failure = error
         finally:
             self.opened.set()
-            self._ended.set()
+            self.ended.set()
 
 
 def _bounded(timeout_s: float | None) -> float | None:

@@ -72,8 +72,9 @@ def newest_number(names: Iterable[str], step: int) -> int:
 
     Unfinished ones count: another thread may still commit one that it was told to give up.
     """
-    found = [key_of(_unfinished_name(name) or name) for name in names]
-    return max((key[1] for key in found if key is not None and key[0] == step), default=0)
+    unfinished = ((name, _LEFTOVER.fullmatch(name)) for name in names)
+    keys = [key_of(match[2] if match and match[1] == "tmp" else name) for name, match in unfinished]
+    return max((key[1] for key in keys if key is not None and key[0] == step), default=0)
 
 
 def temporary(target: Path, *, joint: bool = False) -> Path:
@@ -93,11 +94,6 @@ def target_of(joint: str, step: int) -> str | None:
         return None
     key = key_of(match[2])
     return match[2] if key is not None and key[0] == step else None
-
-
-def condemned(path: Path) -> Path:
-    """A name for a folder while its files are removed."""
-    return _mine(path.parent, "old", path.name)
 
 
 def revoked(unfinished: Path) -> Path | None:
@@ -144,11 +140,6 @@ def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
     return now_epoch_s - newest_epoch_s > (JOINT_STALE_S if here else STALE_S)
 
 
-def _unfinished_name(name: str) -> str | None:
-    match = _LEFTOVER.fullmatch(name)
-    return match[2] if match and match[1] == "tmp" else None
-
-
 def _mine(directory: Path, what: str, name: str) -> Path:
     return directory / f".{what}-{name}.{place()}.{os.getpid()}.{secrets.token_hex(4)}"
 
@@ -186,7 +177,7 @@ def remove(path: Path, *, storage: Storage) -> None:
     Raises:
         OSError: a call failed; the checkpoint is whole or a leftover.
     """
-    aside = condemned(path)
+    aside = _mine(path.parent, "old", path.name)
     storage.rename(path, aside)
     # else a power cut could keep the old name and lose the files
     storage.fsync_dir(path.parent)

@@ -191,7 +191,6 @@ def begun(
     kind: str,
     meta: Mapping[str, Any],
     world_size: int = 1,
-    torch_version: str,
 ) -> Manifest:
     """The manifest of a save by this process that has not written any files yet.
 
@@ -218,13 +217,13 @@ def begun(
         state_bytes=0,
         files={},
         world_size=world_size,
-        written_by=this_process(torch_version=str(torch_version)),
+        written_by=_this_process(),
         meta=plain,
     )
 
 
 @functools.lru_cache(maxsize=1)
-def this_process(*, torch_version: str) -> WrittenBy:
+def _this_process() -> WrittenBy:
     """This process, as it was at its first save."""
     job_id = os.environ.get("SLURM_JOB_ID", "")
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
@@ -233,14 +232,15 @@ def this_process(*, torch_version: str) -> WrittenBy:
         restart_count=int(restarts) if restarts.isdecimal() else 0,
         host=socket.gethostname(),
         python=platform.python_version(),
-        torch=torch_version,
+        torch=_version("torch"),
         hydroslurm=_version(),
         argv=tuple(sys.argv),
     )
 
 
-def _version() -> str:
-    return str(sys.modules["hydroslurm"].__version__)
+def _version(package: str = "hydroslurm") -> str:
+    """Of a package that is loaded."""
+    return str(sys.modules[package].__version__)
 
 
 @dataclass(frozen=True)

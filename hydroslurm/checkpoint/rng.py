@@ -87,20 +87,33 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def seeded(digest: bytes) -> Iterator[None]:
-    """Seed all of them from 32 bytes, those of accelerators in use too, and put them back behind
-    the block as they were."""
-    before = capture()
+def seeded(digest: bytes, *, devices: bool = True) -> Iterator[None]:
+    """Seed all of them from 32 bytes, and put them back after the block.
+
+    Args:
+        devices: also those of accelerators in use.
+    """
     seeds = struct.unpack("<4Q", digest)
+    modules = [module for _, module in _initialised()] if devices else []
+    before = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+    on_devices = [
+        (module, index, module.get_rng_state(index))
+        for module in modules
+        for index in range(module.device_count())
+    ]
     random.seed(seeds[0])
     numpy.random.seed(seeds[1] % 2**32)
     torch.default_generator.manual_seed(seeds[2] >> 1)
-    for _, module in _initialised():
+    for module in modules:
         module.manual_seed_all(seeds[3] >> 1)
     try:
         yield
     finally:
-        restore(before)
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+        for module, index, state in on_devices:
+            module.set_rng_state(state, index)
 
 
 def for_new_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

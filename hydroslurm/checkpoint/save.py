@@ -30,8 +30,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.deadline import Situation
 from hydroslurm.checkpoint.frozen import with_fingerprint
@@ -140,13 +138,6 @@ class _Opened:
     situation: Situation | None = None
 
 
-@dataclass(frozen=True)
-class _Committed:
-    """The answer of the rank that has committed: the summary of the manifest."""
-
-    manifest: str
-
-
 class Save:
     """One save, as one of its ranks sees it: :meth:`open`, then :meth:`write` or :meth:`discard`.
     They raise as :func:`write_checkpoint`."""
@@ -244,7 +235,6 @@ class Save:
             kind=self.request.kind,
             meta=self.request.meta,
             world_size=self.round.peers.world_size,
-            torch_version=torch.__version__,
         )
         self._check_fence()
         target = self._next_target()
@@ -292,11 +282,12 @@ class Save:
                 return self._finish(parts)
         left = list(range(self.round.peers.world_size))
         for attempt in range(len(left)):
-            mine, answer = None, None
+            mine: Checkpoint | None = None
+            answer: Any = None
             if self.rank == left[0]:
                 try:
                     mine = self._finish(parts)
-                    answer = asdict(_Committed(mine.manifest.summary().to_json()))
+                    answer = mine.manifest.summary().to_json()
                 except Exception as error:
                     answer = failed(self._explained(error))
             try:
@@ -314,8 +305,8 @@ class Save:
                 continue
             with self._removing(self._place.folder):
                 raise_failures(answers, self.round.not_saved)
-            told = parsed(_Committed, answers[left[0]], rank=left[0])
-            return mine or as_told(told.manifest, self._place.target)
+            summary = parsed(str, answers[left[0]], rank=left[0])
+            return mine or as_told(summary, self._place.target)
         raise AssertionError("this rank is left at least")
 
     def _finish(self, parts: Mapping[int, Any]) -> Checkpoint:

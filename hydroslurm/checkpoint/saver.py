@@ -362,7 +362,7 @@ class Saver:
     @property
     def is_durable(self) -> bool:
         """Whether the state that was passed last is committed."""
-        return self._newest is not None and self._newest[0] >= self._state
+        return self._has(self._state)
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
         """Note what the state was loaded from: there is nothing to save until it changes, and what
@@ -447,17 +447,24 @@ class Saver:
         why this one cannot."""
         writes = isinstance(plan, WritePlan)
         self._saves = [one for one in self._saves if not one.join(0) or one.failure is not None]
+        write = partial(self._write, plan, request, by_mono_s, self._current())
         save = BackgroundSave(
-            partial(self._write, plan, request, by_mono_s, self._current()),
+            partial(self._work, write),
             request.step,
             request.state,
             self._pace.expect_s(request.state_bytes) if writes else 0.0,
             writes,
-            self._exempt,
-            self._prune,
         )
         self._saves.append(save)
         return save
+
+    def _work(self, write: Callable[[BackgroundSave], None], background: BackgroundSave) -> None:
+        """Save, then apply retention, for which no stop waits."""
+        with self._exempt():
+            write(background)
+            background.ended.set()
+            if background.writes:
+                self._prune()
 
     def _write(
         self,
@@ -491,7 +498,7 @@ class Saver:
                 now = of_all_ranks(save.open(plan, now))
                 background.opened.set()
                 background.reason = self._make_way(request, now, flight)
-                if self._has(request):  # on all ranks: they agreed on the commit, and saw its end
+                if self._has(request.state):  # so have all: they agreed on the commit, and saw it
                     save.discard()
                     return
                 begun_s = time.monotonic()
@@ -521,7 +528,7 @@ class Saver:
             save_s=self._pace.expect_s(request.state_bytes),
             in_flight=None if flight is None else flight.status(request.state),
             committed_step=self.durable_step,
-            is_committed=self._has(request),
+            is_committed=self._has(request.state),
         )
 
     def _make_way(self, request: SaveRequest, now: Situation, flight: BackgroundSave | None) -> str:
@@ -536,9 +543,9 @@ class Saver:
                 flight.wait()
         return choice.reason
 
-    def _has(self, request: SaveRequest) -> bool:
-        """Whether the state of a request, or a later one, is committed."""
-        return self._newest is not None and self._newest[0] >= request.state
+    def _has(self, state: int) -> bool:
+        """Whether the state of this number, or a later one, is committed."""
+        return self._newest is not None and self._newest[0] >= state
 
     def _prune(self) -> None:
         """Apply retention. What cannot be removed is only a problem."""

@@ -49,7 +49,7 @@ class Staging:
         """
         self._exempt = exempt
         self._room = room
-        self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
+        self._arenas = _arenas()
         self._forms: list[Any] = []
         self._copies: tuple[torch.Tensor, ...] | None = None
         self._reserving: threading.Thread | None = None
@@ -65,7 +65,7 @@ class Staging:
     @property
     def reserved_bytes(self) -> int:
         """Host memory that is held."""
-        return self._pageable.capacity_bytes + self._pinned.capacity_bytes
+        return sum(arena.capacity_bytes for arena in self._arenas.values())
 
     def reserve(self, plan: WritePlan) -> None:
         """Allocate the memory for copies like this one in the background, so that the first copy is
@@ -81,7 +81,7 @@ class Staging:
         def reserve() -> None:
             with self._exempt():
                 self._make_copies(plan)
-                self._pageable.touch()
+                self._arenas[False].touch()
 
         self._reserving = thread(reserve, name="hydroslurm-reserve", daemon=False)
         self._reserving.start()
@@ -105,7 +105,7 @@ class Staging:
         if copies is None:
             self._copies = None
             if not self._may_hold(plan):
-                self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
+                self._arenas = _arenas()
                 return None
             copies = self._make_copies(plan)
         frozen = None if plan.is_stored else self._copy_of_frozen(plan)
@@ -126,7 +126,7 @@ class Staging:
     def _make_copies(self, plan: WritePlan) -> tuple[torch.Tensor, ...]:
         memory = {
             on_cuda: iter(arena.hand_out([one for one in plan.tensors if one.is_cuda is on_cuda]))
-            for on_cuda, arena in ((False, self._pageable), (True, self._pinned))
+            for on_cuda, arena in self._arenas.items()
         }
         copies = tuple(next(memory[one.is_cuda]) for one in plan.tensors)
         self._forms, self._copies = _forms(plan), copies
@@ -135,12 +135,11 @@ class Staging:
     def _may_hold(self, plan: WritePlan) -> bool:
         """Whether there is memory for a copy. A refusal is final: what was too much after one step
         may seem to fit a moment later, and get the job killed."""
-        sizes = _sizes(plan)
-        more_bytes = self._pageable.lacks(sizes[False]) + self._pinned.lacks(sizes[True])
-        if more_bytes == 0:
-            return True
-        room = self._room()
-        if more_bytes <= room.free_bytes:
+        more_bytes = sum(
+            arena.lacks(sum(size_bytes(one) for one in plan.tensors if one.is_cuda is on_cuda))
+            for on_cuda, arena in self._arenas.items()
+        )
+        if more_bytes == 0 or more_bytes <= (room := self._room()).free_bytes:
             return True
         self._refused = self._why_not(more_bytes, room)
         return False
@@ -163,14 +162,6 @@ def _fill(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> No
                 torch._foreach_copy_(to_these, of_these, non_blocking=is_cuda)
     for device in {one.device for one in tensors if one.is_cuda}:
         torch.cuda.synchronize(device)
-
-
-def _sizes(plan: WritePlan) -> dict[bool, int]:
-    """On an accelerator or not -> bytes."""
-    sizes = {True: 0, False: 0}
-    for one in plan.tensors:
-        sizes[one.is_cuda] += size_bytes(one)
-    return sizes
 
 
 def _forms(plan: WritePlan) -> list[Any]:
@@ -233,6 +224,11 @@ class _Arena:
         if self._pinned:
             return torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(map_pages(wanted_bytes), dtype=torch.uint8)
+
+
+def _arenas() -> dict[bool, _Arena]:
+    """Whether tensors are on an accelerator -> the memory of their copies."""
+    return {is_cuda: _Arena(pinned=is_cuda) for is_cuda in (False, True)}
 
 
 def _with_slack(expected_bytes: int) -> int:

@@ -140,7 +140,7 @@ class CheckpointStore:
         return found
 
     def committed(self) -> tuple[Checkpoint, ...]:
-        """All committed checkpoints, oldest first. Reads manifests only; see :meth:`problems`."""
+        """All committed checkpoints, oldest first. Reads manifests only."""
         return tuple(one for one in self.look() if isinstance(one, Checkpoint))
 
     def problems(self) -> Mapping[Path, CheckpointError]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from hydroslurm.checkpoint import rng
 from hydroslurm.errors import UsageError
 
 
@@ -78,7 +77,8 @@ class SeededDataset(Dataset[Any]):
         several = index if isinstance(index, (list, tuple)) else (index,)
         known = getattr(several[0], "epoch", None) if several else None
         epoch = int(self._epoch.item()) if known is None else known
-        return _generators_seeded(derive("sample", self.seed, epoch, *map(_name, several)))
+        digest = derive("sample", self.seed, epoch, *map(_name, several))
+        return rng.seeded(digest, devices=False)
 
 
 def _name(index: Any) -> int | str:
@@ -86,20 +86,3 @@ def _name(index: Any) -> int | str:
         return operator.index(index)
     except TypeError:  # a key of another kind, from a sampler of the user's own
         return repr(index)
-
-
-@contextlib.contextmanager
-def _generators_seeded(digest: bytes) -> Iterator[None]:
-    """Seed the three CPU generators from a digest, and put them back as they were."""
-    # not torch.manual_seed: that would change the accelerators' generators too
-    torch_generator = torch.default_generator
-    before = random.getstate(), numpy.random.get_state(), torch_generator.get_state()
-    random.seed(int.from_bytes(digest[:8], "little"))
-    numpy.random.seed(int.from_bytes(digest[8:12], "little"))
-    torch_generator.manual_seed(int.from_bytes(digest[12:20], "little") >> 1)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
-        torch_generator.set_state(before[2])

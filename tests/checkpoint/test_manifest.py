@@ -38,7 +38,7 @@ ONE = Manifest(
 def test_no_manifest_is_written_that_is_not_read(meta: dict[str, object]) -> None:
     """What the caller adds has the limits of the reader: an unreadable commit is lost work."""
     with pytest.raises(UsageError, match="meta"):
-        manifest.begun(step=1, epoch=0, kind="manual", meta=meta, torch_version="2")
+        manifest.begun(step=1, epoch=0, kind="manual", meta=meta)
 
 
 def test_every_byte_counts() -> None:

@@ -358,12 +358,12 @@ def test_another_batch_size(kind: str, tmp_path: Path, caplog: pytest.LogCapture
 def test_other_ranks_are_one_line() -> None:
     """Each with its share of the batch; whether the place in the data fits them the loader says."""
     was = Composition({}, Loading("RandomSampler", 8, 24)).to_meta()
-    header = manifest.begun(step=5, epoch=0, kind="stop", meta=was, torch_version="2")
+    header = manifest.begun(step=5, epoch=0, kind="stop", meta=was)
     inside = {"begun": True, "finished": False, "strategy": "replay", "epoch": 0, "batches": 5}
     now = Loading("RandomSampler", 4, 24)
     (line,) = changes(header, now, world_size=2, data=inside)
     assert "step 5 was saved by 1 rank, and goes on with 2 ranks" in line
     _, line = changes(header, now, world_size=4, data=inside)
     assert "the batch of all ranks was 8, and is 16" in line
-    nothing = manifest.begun(step=5, epoch=0, kind="stop", meta={}, torch_version="2")
+    nothing = manifest.begun(step=5, epoch=0, kind="stop", meta={})
     assert not list(changes(nothing, now, world_size=1, data=inside)), "written by an older release"
