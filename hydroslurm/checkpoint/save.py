@@ -25,7 +25,7 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.deadline import Situation
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.manifest import Checkpoint, Manifest, as_told, read_manifest
-from hydroslurm.checkpoint.save_round import (
+from hydroslurm.checkpoint.peers import (
     KEPT,
-    SaveRound,
     failed,
     gone,
     parsed,
@@ -47,7 +46,14 @@ from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.write_plan import State, WritePlan, divide
 from hydroslurm.checkpoint.writer import Part, manifest_of, write_part
 from hydroslurm.core.garbage import without_gc
-from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
+from hydroslurm.errors import (
+    AgreementFailed,
+    CheckpointError,
+    RanksError,
+    SaveAbandoned,
+    SaveFailed,
+    StaleAttempt,
+)
 
 COMMITTERS = 4
 """Ranks that can commit. When all of them die, the coordinator, which is beside rank 0, is most
@@ -150,10 +156,9 @@ class Save:
     ) -> None:
         self.store, self.storage, self.directory = store, store.storage, store.directory
         self.request, self.rank = request, store.peers.rank
-        topic = request.topic or f"save/{request.step}/{request.kind}"
-        self.round = SaveRound(
-            store.peers, topic, step=request.step, timeout_s=store.patience_s, cancel=cancel
-        )
+        self.peers, self.step, self.cancel = store.peers, request.step, cancel
+        self.is_solo = self.peers.world_size == 1
+        self.topic = request.topic or f"save/{request.step}/{request.kind}"
 
     def open(
         self, state: State | WritePlan | BaseException, situation: Situation | None = None
@@ -163,7 +168,7 @@ class Save:
         with self._failing_as_save():
             try:
                 self._plan = self._planned(state)
-                answer = replace(answer, layout="" if self.round.is_solo else self._plan.digest)
+                answer = replace(answer, layout="" if self.is_solo else self._plan.digest)
                 if self.rank == 0:
                     place = self._choose()
                     header = place.header.to_json()
@@ -171,15 +176,15 @@ class Save:
             except BaseException as error:
                 problem = error
             with self._removing(None if place is None else place.folder):
-                told = self.round.settle(
-                    "open", asdict(answer), problem=problem, left_s=self.request.open_s
+                told = self._settle(
+                    "open", asdict(answer), problem=problem, timeout_s=self.request.open_s
                 )
                 answers = {rank: parsed(_Opened, one, rank=rank) for rank, one in told.items()}
                 first = answers[0].layout
                 other = [rank for rank, one in answers.items() if one.layout != first]
                 if other:
                     raise SaveFailed(
-                        f"{self.round.not_saved} rank 0 holds {first}, rank {other[0]} "
+                        f"{self._not_saved} rank 0 holds {first}, rank {other[0]} "
                         f"{answers[other[0]].layout}. What is registered for saving must have the "
                         "same keys and shapes on all ranks"
                     )
@@ -204,9 +209,9 @@ class Save:
                         plan,
                         storage=storage,
                         stored=self.store.frozen,
-                        cancel=self.round.cancel,
+                        cancel=self.cancel,
                     )
-                    if not self.round.is_solo:
+                    if not self.is_solo:
                         storage.fsync_dir(folder)
                     part = replace(part, took_s=round(time.monotonic() - begun_s, 6))
                     if written is not None:
@@ -224,7 +229,7 @@ class Save:
         if isinstance(state, BaseException):
             raise state
         if isinstance(state, State):
-            state = divide(state, rank=self.rank, world_size=self.round.peers.world_size)
+            state = divide(state, rank=self.rank, world_size=self.peers.world_size)
         return with_fingerprint(state)
 
     def _choose(self) -> _Place:
@@ -234,17 +239,17 @@ class Save:
             epoch=self.request.epoch,
             kind=self.request.kind,
             meta=self.request.meta,
-            world_size=self.round.peers.world_size,
+            world_size=self.peers.world_size,
         )
         self._check_fence()
         target = self._next_target()
-        folder = folders.temporary(target, joint=not self.round.is_solo)
+        folder = folders.temporary(target, joint=not self.is_solo)
         folders.make_dirs(self.directory, storage=self.storage)
         self.storage.mkdir(folder)
         return _Place(folder, target, header)
 
     def _next_target(self) -> Path:
-        step, names = self.round.step, list[str]()
+        step, names = self.step, list[str]()
         with contextlib.suppress(FileNotFoundError):
             names = self.storage.listdir(self.directory)
         return folders.of_step(self.directory, step, folders.newest_number(names, step) + 1)
@@ -252,10 +257,10 @@ class Save:
     def _chosen_by_rank_0(self, told: _Opened) -> _Place:
         """What lies in the folder is removed when the save fails: so its name must be one that only
         a save can have chosen."""
-        final = folders.target_of(told.name, self.round.step)
+        final = folders.target_of(told.name, self.step)
         if final is None:
             raise SaveFailed(
-                f"{self.round.not_saved} rank 0 names the folder {told.name[:80]!r}, which is none "
+                f"{self._not_saved} rank 0 names the folder {told.name[:80]!r}, which is none "
                 f"for a save of this step in {self.directory}"
             )
         path = self.directory / told.name
@@ -267,9 +272,7 @@ class Save:
         """What all ranks say that they have written."""
         answer = None if part is None else asdict(part)
         try:
-            return self.round.settle(
-                "written", answer, problem=problem, collect_at=self._committers()
-            )
+            return self._settle("written", answer, problem=problem, collect_at=self._committers())
         except CheckpointError as error:
             if problem is None or isinstance(problem, Exception):
                 raise
@@ -277,10 +280,10 @@ class Save:
 
     def _commit(self, parts: Mapping[int, Any]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
-        if self.round.is_solo:
+        if self.is_solo:
             with self._removing(self._place.folder):
                 return self._finish(parts)
-        left = list(range(self.round.peers.world_size))
+        left = list(range(self.peers.world_size))
         for attempt in range(len(left)):
             mine: Checkpoint | None = None
             answer: Any = None
@@ -291,7 +294,7 @@ class Save:
                 except Exception as error:
                     answer = failed(self._explained(error))
             try:
-                answers = self.round.agree(f"commit/{attempt}", answer, among=left)
+                answers = self._agree(f"commit/{attempt}", answer, among=left)
             except RanksError as error:
                 lost = gone(error)
                 left = [rank for rank in left if rank not in lost]
@@ -299,12 +302,12 @@ class Save:
                 nobody_can = not left or left[0] not in self._committers()
                 if not lost or not one_knows or self.rank not in left or nobody_can:
                     raise SaveFailed(
-                        f"all ranks have written step {self.round.step}, but whether it was "
+                        f"all ranks have written step {self.step}, but whether it was "
                         f"committed is not known here: {why(error)}. {KEPT}"
                     ) from error
                 continue
             with self._removing(self._place.folder):
-                raise_failures(answers, self.round.not_saved)
+                raise_failures(answers, self._not_saved)
             summary = parsed(str, answers[left[0]], rank=left[0])
             return mine or as_told(summary, self._place.target)
         raise AssertionError("this rank is left at least")
@@ -318,7 +321,7 @@ class Save:
         """
         place, whole_tally = self._place, self._plan.whole_tally
         for attempt in range(ATTEMPTS):
-            there = None if self.round.is_solo else self._committed(place)
+            there = None if self.is_solo else self._committed(place)
             try:
                 if there is None:
                     folders.remove_drafts(place.folder, storage=self.storage)
@@ -334,7 +337,7 @@ class Save:
             except OSError as error:
                 if attempt == ATTEMPTS - 1:
                     raise
-                if error.errno in TAKEN and self.round.is_solo:
+                if error.errno in TAKEN and self.is_solo:
                     place = replace(place, target=self._next_target())
                 elif not isinstance(error, FileNotFoundError):
                     raise  # else somebody has moved the folder, or took our draft away
@@ -352,11 +355,67 @@ class Save:
         is_ours = found.created_epoch_ns == place.header.created_epoch_ns
         return found if is_ours else None
 
+    def _agree(
+        self,
+        what: str,
+        value: Any,
+        *,
+        timeout_s: float = math.inf,
+        among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
+    ) -> Mapping[int, Any]:
+        """As :meth:`Peers.agree`, within the store's patience; raises RanksError."""
+        return self.peers.agree(
+            f"{self.topic}/{what}",
+            value,
+            timeout_s=min(self.store.patience_s, max(0.0, timeout_s)),
+            cancel=self.cancel,
+            among=among,
+            collect_at=collect_at,
+        )
+
+    def _settle(
+        self,
+        what: str,
+        answer: Mapping[str, Any] | None = None,
+        *,
+        problem: BaseException | None = None,
+        timeout_s: float = math.inf,
+        collect_at: Collection[int] | None = None,
+    ) -> Mapping[int, Any]:
+        """The answers of all ranks.
+
+        Args:
+            problem: why this rank has failed, instead of an answer; told to all.
+            collect_at: the only ranks that get this rank's answer; see :meth:`Peers.agree`.
+
+        Raises:
+            SaveFailed, UnsavableState, SaveAbandoned, StaleAttempt: a rank has failed or is gone;
+                the same on all ranks. In a world of one, ``problem`` itself.
+        """
+        value = answer
+        if problem is not None:
+            if self.is_solo:
+                raise problem
+            value, collect_at = failed(problem), None
+        try:
+            answers = self._agree(what, value, timeout_s=timeout_s, collect_at=collect_at)
+        except RanksError as error:
+            canceled = self.cancel is not None and self.cancel.is_set()
+            kind = SaveAbandoned if canceled and not gone(error) else SaveFailed
+            raise kind(f"{self._not_saved} {why(error)}. {KEPT}") from error
+        raise_failures(answers, self._not_saved)
+        return answers
+
+    @property
+    def _not_saved(self) -> str:
+        return f"step {self.step} was not saved:"
+
     def _committers(self) -> range:
-        return range(min(COMMITTERS, self.round.peers.world_size))
+        return range(min(COMMITTERS, self.peers.world_size))
 
     def _check_fence(self) -> None:
-        self.store.check_fence(f"the save of step {self.round.step}")
+        self.store.check_fence(f"the save of step {self.step}")
 
     def _explained(self, error: BaseException) -> BaseException:
         """An I/O error may be that a newer attempt has taken the folder away."""
@@ -377,7 +436,7 @@ class Save:
             if explained is error:
                 where = f" ({error.filename})" if error.filename else ""
                 explained = SaveFailed(
-                    f"step {self.round.step} could not be saved to {self.directory}: "
+                    f"step {self.step} could not be saved to {self.directory}: "
                     f"{error.strerror or error}{where}. {KEPT}"
                 )
             raise explained from error
@@ -396,7 +455,7 @@ class Save:
                 not isinstance(error.__cause__, RanksError)
                 or isinstance(error.__cause__, AgreementFailed)
             )
-            if folder is not None and (decided or self.round.is_solo):
+            if folder is not None and (decided or self.is_solo):
                 with contextlib.suppress(OSError):
                     folders.remove_tree(folder, storage=self.storage)
             raise

@@ -23,8 +23,8 @@ from hydroslurm.checkpoint.deadline import (
 )
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.manifest import EPOCH
+from hydroslurm.checkpoint.peers import SaveSkipped
 from hydroslurm.checkpoint.save import Save, SaveRequest, write_checkpoint
-from hydroslurm.checkpoint.save_round import SaveSkipped
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State
 from hydroslurm.checkpoint.write_plan import WritePlan, divide

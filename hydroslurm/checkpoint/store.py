@@ -22,7 +22,7 @@ from hydroslurm.checkpoint.manifest import (
     read_again,
     read_manifest,
 )
-from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, parsed
+from hydroslurm.checkpoint.peers import PATIENCE_S, SOLO, Peers, parsed
 from hydroslurm.checkpoint.storage import Storage, TimedSyncs
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.core.fence import Fence

@@ -23,7 +23,7 @@ from hydroslurm.checkpoint.checksummed_file import ChecksummedFile, FileEntry, w
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.host_memory import packed
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.save_round import parsed
+from hydroslurm.checkpoint.peers import parsed
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
     SHARED_JSON,

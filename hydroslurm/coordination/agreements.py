@@ -70,7 +70,7 @@ class PendingAgreements:
         among: Sequence[int] | None = None,
         collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
-        """Submit a value and get everybody's; see :class:`hydroslurm.checkpoint.save_round.Peers`.
+        """Submit a value and get everybody's; see :class:`hydroslurm.checkpoint.peers.Peers`.
 
         Raises:
             AgreementFailed: a rank has died, left or given up: the same for all.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydroslurm import errors
-from hydroslurm.checkpoint.save_round import SOLO, Peers
+from hydroslurm.checkpoint.peers import SOLO, Peers
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import AgreementFailed, HydroslurmError, RanksError, UsageError
 from hydroslurm.runtime.controller import Controller, StopRequest

@@ -1,17 +1,13 @@
-"""What the ranks of a save agree on: a :class:`SaveRound` is one call of a saver's method.
+"""What the ranks of a save need of each other, and what they tell each other.
 
-Every rank makes the same calls in the same order, which numbers the topics. No rank knows by itself
-whether the others still have a save under way, or how much time they have left. A rank that fails
-says so in its answer, so that the others do not wait for it and all raise the same message; the
-agreement itself names a rank that is gone. A world of one asks nobody.
+A rank that fails says so in its answer, so that the others do not wait for it and all raise the
+same message; the agreement itself names a rank that is gone. A world of one asks nobody.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -104,84 +100,6 @@ class Solo:
 
 
 SOLO: Peers = Solo()
-
-
-@dataclass(frozen=True)
-class SaveRound:
-    """The agreements of one save.
-
-    Attributes:
-        topic: prefix of their names; the same on all ranks, and used for one save only.
-        timeout_s: how long each agreement waits for the others.
-        cancel: stops the waiting.
-    """
-
-    peers: Peers
-    topic: str
-    step: int
-    timeout_s: float
-    cancel: threading.Event | None = None
-
-    @property
-    def is_solo(self) -> bool:
-        """Whether there is only one rank; messages need no rank number then."""
-        return self.peers.world_size == 1
-
-    def agree(
-        self,
-        what: str,
-        value: Any,
-        *,
-        among: Sequence[int] | None = None,
-        collect_at: Collection[int] | None = None,
-    ) -> Any:
-        """As :meth:`Peers.agree`; raises RanksError."""
-        return self.peers.agree(
-            f"{self.topic}/{what}",
-            value,
-            timeout_s=self.timeout_s,
-            cancel=self.cancel,
-            among=among,
-            collect_at=collect_at,
-        )
-
-    def settle(
-        self,
-        what: str,
-        answer: Mapping[str, Any] | None = None,
-        *,
-        problem: BaseException | None = None,
-        left_s: float = math.inf,
-        collect_at: Collection[int] | None = None,
-    ) -> Mapping[int, Any]:
-        """The answers of all ranks.
-
-        Args:
-            problem: why this rank has failed, instead of an answer; told to all.
-            left_s: the longest to wait.
-            collect_at: the only ranks that get this rank's answer; see :meth:`Peers.agree`.
-
-        Raises:
-            SaveFailed, UnsavableState, SaveAbandoned, StaleAttempt: a rank has failed or is gone;
-                the same on all ranks. In a world of one, ``problem`` itself.
-        """
-        if problem is not None and self.is_solo:
-            raise problem
-        value = dict(answer or {}) if problem is None else failed(problem)
-        in_time = replace(self, timeout_s=min(self.timeout_s, max(0.0, left_s)))
-        try:
-            to = collect_at if problem is None else None
-            answers: Mapping[int, Any] = in_time.agree(what, value, collect_at=to)
-        except RanksError as error:
-            canceled = self.cancel is not None and self.cancel.is_set()
-            kind = SaveAbandoned if canceled and not gone(error) else SaveFailed
-            raise kind(f"{self.not_saved} {why(error)}. {KEPT}") from error
-        raise_failures(answers, self.not_saved)
-        return answers
-
-    @property
-    def not_saved(self) -> str:
-        return f"step {self.step} was not saved:"
 
 
 def failed(error: BaseException) -> dict[str, Any]:
