@@ -93,7 +93,7 @@ def seeded(digest: bytes, *, devices: bool = True) -> Iterator[None]:
     Args:
         devices: also those of accelerators in use.
     """
-    seeds = struct.unpack("<4Q", digest)
+    seeds = struct.unpack("<QIQQ", digest[:28])
     modules = [module for _, module in _initialised()] if devices else []
     before = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
     on_devices = [
@@ -102,7 +102,7 @@ def seeded(digest: bytes, *, devices: bool = True) -> Iterator[None]:
         for index in range(module.device_count())
     ]
     random.seed(seeds[0])
-    numpy.random.seed(seeds[1] % 2**32)
+    numpy.random.seed(seeds[1])
     torch.default_generator.manual_seed(seeds[2] >> 1)
     for module in modules:
         module.manual_seed_all(seeds[3] >> 1)
