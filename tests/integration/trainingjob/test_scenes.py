@@ -93,7 +93,7 @@ def saved(cluster: Part, folder: Path) -> Scene:
     folder.mkdir()
     shutil.copy(SUBMITTED, folder)
     file = folder / "saved.yaml"
-    file.writetext_of(
+    file.write_text(
         f"""\
 replicaSpecs: [{{template: {{command: [python, submitted.py, ".", "0.3"]}}}}]
 scheduler: {{options: {{nodelist: {cluster.nodes[SAVING]}}}}}
@@ -206,7 +206,7 @@ def mended(cluster: Part, folder: Path) -> Scene:
     """A script whose node a person mends and takes back, as describe says."""
     scene = Scene(cluster, folder)
     folder.mkdir()
-    (folder / "train.py").writetext_of("print('trained')\n")
+    (folder / "train.py").write_text("print('trained')\n")
     done = scene.hydroslurm("submit", "--preflight", "test -e mended", "train.py")
     scene.job_id = int(done.stdout.split()[1])
     scene.run = RunDir(Path(done.stdout.splitlines()[0].split()[-1]))
@@ -358,7 +358,7 @@ def test_a_node_is_taken_back(scene: Scene) -> None:
     assert "NodeExcluded: node n" in scene.seen["said"]
     assert "preflight: exit status 1" in scene.seen["said"]
     assert "ExcNodeList=(null)" in scene.seen["job"]
-    assert "trained" in "".join(path.readtext_of() for path in scene.run.logs.glob("*_log.out"))
+    assert "trained" in "".join(path.read_text() for path in scene.run.logs.glob("*_log.out"))
 
 
 @pytest.mark.scene("uneven")
