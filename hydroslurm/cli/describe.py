@@ -184,7 +184,7 @@ def plain_job_lines(view: JobView) -> list[str]:
         lines.append(f"Restarts:     {slurm.restart_count}")
     lines.append(f"Preemptions:  {view.preemptions}")
     lines += _rank_lines(view) or ["Ranks:        none has announced itself"]
-    lines += _attempt_lines([_plain_attempt_line(one) for one in view.plain_attempts], _MANY_PLAIN)
+    lines += _attempt_lines([_plain_attempt_line(a) for a in view.plain_attempts], _MANY_PLAIN)
     lines += condition_lines(view)
     return [line.rstrip() for line in lines]
 

@@ -280,7 +280,7 @@ class Job:
         return {
             str(number): task.output
             for number, task in enumerate(self.epoch_group.tasks())
-            if task.output is not None and any(task.output is one for one in asked)
+            if task.output is not None and any(task.output is a for a in asked)
         }
 
     @property

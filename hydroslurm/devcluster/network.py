@@ -59,8 +59,8 @@ def _ip(commands: str, *options: str) -> None:
     try:
         subprocess.run(ip, input=commands, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "").partition("\n")[0] or error
+        why = getattr(error, "stderr", "").partition("\n")[0] or error
         raise ClusterError(
-            f"the nodes' network cannot be made ({said}), which needs root and ip (Debian package "
+            f"the nodes' network cannot be made ({why}), which needs root and ip (Debian package "
             "iproute2). Leave out --network: the nodes then share the loopback interface"
         ) from error

@@ -28,12 +28,12 @@ PIECE_BYTES = 32 << 20
 
 
 def sum_in_order(
-    mine: list[torch.Tensor], count: int, *, like: torch.Tensor, group: dist.ProcessGroup | None
+    own: list[torch.Tensor], count: int, *, like: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Add vectors in numerical order; all ranks call this.
 
     Args:
-        mine: vectors of this rank r of w: those numbered r, r+w, r+2w and so on.
+        own: vectors of this rank r of w: those numbered r, r+w, r+2w and so on.
         count: how many all ranks have together.
         like: a vector of the same length, type and device.
 
@@ -42,22 +42,22 @@ def sum_in_order(
     """
     world_size = 1 if group is None else dist.get_world_size(group)
     if group is None or world_size == 1:
-        return _added(mine)
+        return _added(own)
     total = torch.empty_like(like)
     step = max(1, PIECE_BYTES // like.element_size())
     for at in range(0, like.numel(), step):
-        pieces = [vector[at : at + step] for vector in mine]
+        pieces = [vector[at : at + step] for vector in own]
         total[at : at + step] = _exchanged(pieces, count, total[at : at + step], group)
     return total
 
 
 def _exchanged(
-    mine: list[torch.Tensor], count: int, like: torch.Tensor, group: dist.ProcessGroup
+    own: list[torch.Tensor], count: int, like: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     world_size = dist.get_world_size(group)
     part = -(-like.numel() // world_size)
-    sent = like.new_zeros(world_size, len(mine), part)
-    for number, vector in enumerate(mine):
+    sent = like.new_zeros(world_size, len(own), part)
+    for number, vector in enumerate(own):
         for rank, piece in enumerate(torch.split(vector, part)):
             sent[rank, number, : piece.numel()] = piece
     shards = [len(range(rank, count, world_size)) for rank in range(world_size)]
@@ -66,7 +66,7 @@ def _exchanged(
         arrived,
         sent.view(-1),
         [many * part for many in shards],
-        [len(mine) * part] * world_size,
+        [len(own) * part] * world_size,
         group=group,
     )
     by_rank = [t.view(-1, part) for t in torch.split(arrived, [n * part for n in shards])]

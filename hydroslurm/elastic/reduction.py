@@ -128,8 +128,8 @@ class GradientSum:
         self.is_sending = True
         try:
             sums = [
-                sum_in_order(mine, count, like=like, group=group)
-                for mine, like in gradients.vectors()
+                sum_in_order(own, count, like=like, group=group)
+                for own, like in gradients.vectors()
             ]
         except _FAILURES:
             self._on_error()

@@ -65,16 +65,16 @@ class PeerReplicas:
             return
         self._rank, self._world_size = form.rank, form.world_size
         self._distance = _distance(form)
-        mine_bytes = pack(own).numel()
-        if mine_bytes > LARGE_BYTES:
+        own_bytes = pack(own).numel()
+        if own_bytes > LARGE_BYTES:
             self._say_once(
                 "large",
-                f"{mine_bytes:,} bytes of this rank's own state are sent to another rank behind "
+                f"{own_bytes:,} bytes of this rank's own state are sent to another rank after "
                 f"each step, so that a spare can go on with it; most is {_largest(own)}. Register "
                 "less with per_rank=True (what is the same on all ranks belongs into extra=), or "
                 "leave `spares` out of the spec",
             )
-        longest = torch.tensor([mine_bytes], dtype=torch.int64)
+        longest = torch.tensor([own_bytes], dtype=torch.int64)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         # positions gain digits later; a state that outgrows this is no longer sent
         self._capacity = int(longest) * 5 // 4 + 4096

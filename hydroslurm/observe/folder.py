@@ -134,7 +134,7 @@ class FollowedJob:
         living = [f for f in all_facts if any(rank.state != "ended" for rank in f.ranks)]
         if len(living) < 2:
             return living[0] if living else all_facts[-1]
-        lead = min(living, key=lambda one: (one.commit or one.began or (0, 0))[1])
+        lead = min(living, key=lambda facts: (facts.commit or facts.began or (0, 0))[1])
         counts = zip(*(facts.pause_counts for facts in living), strict=True)
         return replace(
             lead,

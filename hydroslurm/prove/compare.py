@@ -154,7 +154,7 @@ def _unknown_start(got: Update, want: Update) -> tuple[str, str]:
         what = "the attempt begins with weights that the undisturbed run never had"
         cause = (
             "Was nothing loaded, and is the initialisation not seeded? Or did the attempt before "
-            "differ already behind its last step that was recorded?"
+            "differ already after its last step that was recorded?"
         )
     else:
         what = f"the attempt begins with other values of {_names(names)}; the rest was restored"
@@ -189,7 +189,7 @@ def _difference(
         return (
             f"the step leads to other values of {names}, from the same loss",
             "Gradients that were accumulated before the stop are lost, or are counted twice: save "
-            "only behind a complete optimizer step. Otherwise, what the step depends on besides "
+            "only after a complete optimizer step. Otherwise, what the step depends on besides "
             "(gradient clipping with a history, an average of weights) is not saved",
         )
     return None
@@ -202,7 +202,7 @@ def _of_samples(got: Update, want: Update, whole: Sequence[Update], i: int) -> t
         forwards = plural(len(got.rows), "forward")
         return (
             f"the step was made of {forwards} instead of {len(want.rows)}",
-            "The stop came in the middle of gradient accumulation: save only behind a complete "
+            "The stop came in the middle of gradient accumulation: save only after a complete "
             "optimizer step",
         )
     if got.samples == want.samples and all(n is not None for row in got.samples for n in row):
@@ -278,7 +278,7 @@ def _of_rng(got: Update, want: Update, following: Update | None) -> tuple[str, s
     if following is not None and all(got.rng[n] == following.rng.get(n) for n in names):
         return (
             f"{what}: those of the step that follows",
-            "The state was saved in the middle of a step, behind its forward and before its "
+            "The state was saved in the middle of a step, after its forward and before its "
             "optimizer step: weights and random numbers are of two different steps",
         )
     return (

@@ -76,13 +76,13 @@ class Proof:
             if number:
                 lines.append(f"{plural(number, 'step')} {'was' if number == 1 else 'were'} {what}")
         lines += [
-            f"behind step {stop.step} the command ended with status 0: unless Slurm itself "
+            f"after step {stop.step} the command ended with status 0: unless Slurm itself "
             "requeues the job, that is its end"
             for stop in self.stops
             if stop.status == 0
         ]
         lines += [
-            f"nothing is known of the stop behind step {stop.step}: the command ended by SIGKILL. "
+            f"nothing is known of the stop after step {stop.step}: the command ended by SIGKILL. "
             "Give it longer (--grace), or see what holds it up"
             for stop in self.stops
             if stop.was_killed
@@ -90,7 +90,7 @@ class Proof:
         late = [str(stop.step) for stop in self.stops if stop.step >= self.steps]
         if late:
             lines.append(
-                f"nothing is known of the stop behind step {', '.join(late)}: {self.steps} steps "
+                f"nothing is known of the stop after step {', '.join(late)}: {self.steps} steps "
                 "are compared. Compare more (--steps), or have each take longer"
             )
         verdict = "the same bits" if self.result.is_equal else "not the same"
@@ -243,5 +243,5 @@ class _Stopped:
         self.stops.append(Stop(self.reached, status, run.was_killed))
         ending = "" if status is None else f", exit status {status}"
         ending += ", killed" * run.was_killed
-        self.notice(f"attempt {run.number}: stopped behind step {self.reached}{ending}")
+        self.notice(f"attempt {run.number}: stopped after step {self.reached}{ending}")
         return self.reached < steps

@@ -1,6 +1,6 @@
 """Align the clocks of processes and hosts, and bound the error. Pure.
 
-Timestamps are CLOCK_MONOTONIC, which each boot of a host starts anew; every event also carries the
+Timestamps are CLOCK_MONOTONIC, which each boot of a host restarts; every event also carries the
 date (CLOCK_REALTIME). A common time has two sources of error:
 
 - Within one attempt: the date may have been set, or read late; see

@@ -186,7 +186,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def _absent(processes: Sequence[ProcessMarks], clocks: Sequence[object], gpu: Gpu) -> Iterator[str]:
-    timed = any(several for process in processes for several in process.ranges.values())
+    timed = any(spans for process in processes for spans in process.ranges.values())
     if timed and len(clocks) < 2:
         yield (
             f"{len(clocks)} `clock` mark(s) where two are needed: what nsys timed itself "
@@ -813,7 +813,7 @@ def _begin(ranges: Mapping[str, list[Range]]) -> int:
     """Return when the gate closed: a thread may be held before the watcher emits ``pausing``."""
     if ranges["pausing"]:
         return ranges["pausing"][0].begin_ns
-    return min(span.begin_ns for several in ranges.values() for span in several)
+    return min(span.begin_ns for spans in ranges.values() for span in spans)
 
 
 def _request_of(moment: Mark, requests: list[Mark]) -> Mark:

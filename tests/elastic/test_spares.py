@@ -121,7 +121,7 @@ def test_a_large_state_of_each_rank_is_told(tmp_path: Path) -> None:
         for name in "ab":
             story.done(name)
         said = "\n".join(story.members["a"].lines)
-        assert said.count("are sent to another rank behind each step") == 1, story
+        assert said.count("are sent to another rank after each step") == 1, story
         assert "most is registered 'cache' (2,097," in said, story
         assert said.count("a spare would not have it") == 1, story
 

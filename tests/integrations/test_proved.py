@@ -48,7 +48,7 @@ def test_the_example_of_a_page(
         ("own_lightning.py", 22, 3, "which has this place in an earlier epoch", "set_epoch"),
         (  # what transformers saves at SIGTERM
             "own_transformers.py", 16, 1, "random numbers of torch are others when the step begins",
-            "saved in the middle of a step, behind its forward and before its optimizer step",
+            "saved in the middle of a step, after its forward and before its optimizer step",
         ),
         # accelerate #3996; behind step 5: the save of step 4 is whole, that of step 8 not begun
         ("own_accelerate.py", 14, 13, "in a later epoch", "order of the epoch was drawn anew"),

@@ -60,8 +60,8 @@ def test_stops_that_show_nothing_are_told() -> None:
     proof = Proof(control, 30, Comparison(), [Stop(12, 75), Stop(14, -9, True), Stop(30, 75)])
     assert proof.holds
     assert str(proof).endswith("\nthe same bits: 30 steps, 1 stop")
-    assert "nothing is known of the stop behind step 30: 30 steps are compared" in str(proof)
-    assert "of the stop behind step 14: the command ended by SIGKILL" in str(proof)
+    assert "nothing is known of the stop after step 30: 30 steps are compared" in str(proof)
+    assert "of the stop after step 14: the command ended by SIGKILL" in str(proof)
     assert not Proof(control, 30, Comparison(), [Stop(31, 75)]).holds
     assert not Proof(control, 30, Comparison(), [Stop(14, -9, True)]).holds
 
