@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -21,9 +22,11 @@ from checkpoint.states import copy_of, holds, same, state_of, write
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
+from hydroslurm.checkpoint.landing import Box, _range
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State, newest_good
+from hydroslurm.checkpoint.tensor_file import Chunk
 from hydroslurm.errors import (
     CheckpointCorrupt,
     CheckpointMissing,
@@ -188,11 +191,12 @@ def test_nothing_good_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) -> 
     """A run starts over only where there never was a checkpoint. When all newer ones are damaged,
     or have another step's name, retention keeps the old good one whatever the numbers say."""
     assert newest_good(CheckpointStore(tmp_path / "none")) is None
-    store = saved(tmp_path, 1, 2, 3)
-    (tmp_path / "step-000000002" / "shared.json").write_text("{}")
-    (tmp_path / "step-000000003").rename(tmp_path / "step-000000009")
-    assert "holds step 3" in str(store.problems()[tmp_path / "step-000000009"])
-    store.prune(Retention(keep=1))
+    store = saved(tmp_path, 1, 2, 3, 4)
+    for step in (2, 3):
+        (tmp_path / f"step-{step:09d}" / "shared.json").write_text("{}")
+    (tmp_path / "step-000000004").rename(tmp_path / "step-000000009")
+    assert "holds step 4" in str(store.problems()[tmp_path / "step-000000009"])
+    CheckpointStore(tmp_path).prune(Retention(keep=1))
     with pytest.warns(RuntimeWarning, match="step-000000002"):
         found = newest_good(store)
     assert found is not None
@@ -330,6 +334,31 @@ def test_tensors_of_many_blocks(tmp_path: Path) -> None:
         + 1_048_576
         + 2 * BLOCK_BYTES
     )
+
+
+def test_any_part_of_a_piece() -> None:
+    """What is wanted of a tensor comes from a piece of it, whatever box either of them is."""
+    whole = torch.arange(4 * 5 * 6).reshape(4, 5, 6)
+    all_of_it = Box((0, 0, 0), (4, 5, 6))
+    boxes = [
+        all_of_it,
+        *(Box((0, 0, at), (4, 5, 3)) for at in (0, 2)),
+        *(Box((at, 1, 0), (2, 3, 6)) for at in (0, 1)),
+        Box((1, 2, 3), (1, 1, 1)),
+    ]
+    for box, wanted in itertools.product(boxes, boxes):
+        if (common := box.common(wanted)) is None:
+            continue
+        piece, memory = whole[all_of_it.slices(box)], torch.zeros(wanted.sizes, dtype=torch.int64)
+        chunk, copies = Chunk("w", (4, 5, 6), "int64", *box, at_bytes=64), list[Any]()
+        begin, into = _range(chunk, common, wanted, memory, copies)
+        data = bytes(64) + piece.contiguous().numpy().tobytes()
+        into[:] = data[begin : begin + len(into)]
+        for copy in copies:
+            copy()
+        expected = torch.zeros_like(memory)
+        expected[wanted.slices(common)] = whole[all_of_it.slices(common)]
+        assert torch.equal(memory, expected), (box, wanted)
 
 
 def test_mistakes_touch_nothing(tmp_path: Path) -> None:
