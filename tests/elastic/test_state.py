@@ -9,11 +9,14 @@ import pytest
 from elasticstory import SAMPLES, START, ElasticStory, times_seen
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.runtime import client
 
 AS_HOROVOD_HAS_IT = (
     START
     + """
     import signal
+
+    hydroslurm.install(run_dir="events", alone=True)
 
     def handler(signo, frame):
         print("THE SCRIPT'S OWN HANDLER")
@@ -94,13 +97,15 @@ def test_a_script_of_horovods_shape(
     """Commits now and then, a check at each batch: who leaves and who comes costs no batch, and
     happens at the next check; a death costs those since the last copy, at the next step of the
     optimizer. So it is where a commit comes before a batch is trained, or while gradients are
-    accumulated. The learning rate follows, and each epoch has all samples. SIGTERM calls the
-    script's handler too, which is restored afterwards; the script's own collectives may raise."""
+    accumulated. The learning rate follows, and each epoch has all samples. SIGTERM ends a
+    pause and calls the script's handler too, which is restored afterwards; the script's own
+    collectives may raise."""
     told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": gives_loader}
     told |= {"at_top": at_top, "window": window}
     with ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3) as story:
         story.start_all("abc", **told)
         story.wait_for_step("a", size=3)
+        assert client.pause(story.members["b"].pid).done
         story.signal("b", signal.SIGTERM)
         assert story.ended("b") == RUN_AGAIN
         story.start("d", seed=5, **told)

@@ -20,7 +20,7 @@ from hydroslurm.errors import TargetError
 from hydroslurm.runtime import client
 
 TRAIN = """
-    import hashlib, sys, threading, torch
+    import hashlib, os, signal, sys, threading, torch
     import hydroslurm
 
     torch.manual_seed(0)
@@ -28,6 +28,8 @@ TRAIN = """
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     run_dir = sys.argv[1] if len(sys.argv) > 1 else None
     engine = hydroslurm.od_execution_wrapper(model, run_dir=run_dir)
+    if status := os.environ.get("SIGTERM_STATUS"):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(status)))
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.05, momentum=0.9)
     data = torch.randn(256, 64)
     print("ready", hydroslurm.controller().gate.name)
@@ -137,18 +139,27 @@ def test_ten_thousand_signals_end_in_the_last_ones_state(rank: Child, tmp_path: 
     assert rank.process.poll() is None
 
 
-@pytest.mark.parametrize("signo", [signal.SIGINT, signal.SIGTERM])
-def test_a_parked_rank_can_be_ended(rank: Child, signo: int) -> None:
-    """SIGINT ends every pause, so that Python can raise KeyboardInterrupt; the default action of
-    SIGTERM is left alone, parked or not."""
-    client.pause(rank.pid)
-    rank.signal(signo)
-    ended = rank.wait()
-    if signo == signal.SIGTERM:
-        assert ended == -signal.SIGTERM
-    else:
-        assert ended != 0
-        wait_until(lambda: any("KeyboardInterrupt" in line for line in rank.lines), "its traceback")
+@pytest.mark.parametrize(
+    ("signo", "handler", "status"),
+    [
+        (signal.SIGINT, "", -signal.SIGINT),
+        (signal.SIGTERM, "", -signal.SIGTERM),
+        (signal.SIGTERM, "9", 9),
+    ],
+)
+def test_a_parked_rank_can_be_ended(signo: int, handler: str, status: int, tmp_path: Path) -> None:
+    """SIGINT ends every pause, so that Python can raise KeyboardInterrupt; so does SIGTERM where
+    the script has a handler, which it may have set after us. Its default action stays."""
+    environ = {"SIGTERM_STATUS": handler}
+    with forked(TRAIN, tmp_path, str(tmp_path / "run"), environ=environ) as rank:
+        rank.expect("ready")
+        wait_until(lambda: _status(tmp_path).step, "the first step")
+        client.pause(rank.pid)
+        wait_until(lambda: _status(tmp_path).state == "parked", "parked")
+        rank.signal(signo)
+        assert rank.wait() == status, str(rank)
+        if signo == signal.SIGINT:
+            wait_until(lambda: "KeyboardInterrupt" in str(rank), "its traceback")
 
 
 @pytest.mark.parametrize(

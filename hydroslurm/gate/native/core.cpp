@@ -199,7 +199,9 @@ int hs_gate_claim(int action, int on) {
 
 int hs_gate_check_handlers(void) {
     pthread_mutex_lock(&lifecycle);
-    const int replaced = signals.owner.load() == getpid() ? signals_replaced() : 0;
+    const bool runs = signals.owner.load() == getpid();
+    const int replaced = runs ? signals_replaced() : 0;
+    if (runs) signals_help_late();
     pthread_mutex_unlock(&lifecycle);
     return replaced;
 }

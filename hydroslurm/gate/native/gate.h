@@ -180,7 +180,8 @@ HS_API int hs_gate_exempt(int on);
  * -ESRCH: not running in this process. -EINVAL: unknown action. */
 HS_API int hs_gate_claim(int action, int on);
 
-/* Compare the installed handlers with ours; HS_EVENT_HANDLER_REPLACED for each that differs. Returns their number. */
+/* Compare the installed handlers with ours; HS_EVENT_HANDLER_REPLACED for each that differs. Returns their number.
+ * Signals of HS_SIGNAL_ONLY_IF_HANDLED that were left alone are listened to from here on if they have a handler now. */
 HS_API int hs_gate_check_handlers(void);
 
 /* 1: the installed handler of this signal is ours; 0: it is not. */

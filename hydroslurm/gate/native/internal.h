@@ -133,6 +133,7 @@ int signals_prepare(hs_signal *table, int n) noexcept; /* before the watcher sta
 int signals_install(hs_signal *table, int n) noexcept; /* all or nothing */
 int signals_claim(int action, bool on) noexcept;      /* see hs_gate_claim() */
 int signals_restore() noexcept;                        /* returns how many were no longer ours */
+void signals_help_late() noexcept;                     /* see hs_gate_check_handlers() */
 int signals_replaced() noexcept;                       /* the same without restoring; an event for each */
 int signals_retake(int signo, bool chain) noexcept;    /* see hs_gate_retake() */
 int signals_deliver(int signo) noexcept;                /* [signal-safe] */

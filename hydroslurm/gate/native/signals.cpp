@@ -242,15 +242,14 @@ static void unclaim_line(Line &line) noexcept {
     line.installed = false;
 }
 
-/* -errno; 1: we handle it; 0: it is ignored, and stays so. */
-static int claim_line(Line &line, uint8_t index) noexcept {
-    line.flags.store(line.wanted_flags | HS_SIGNAL_NO_CHAIN);
+/* -errno; 1: we handle it; 0: these flags leave it alone. */
+static int listen_to(Line &line, uint32_t flags) noexcept {
     struct sigaction now;
     if (sigaction(line.signo, nullptr, &now) != 0) return -errno;
     if (action_is_ours(now)) return 1;
-    if (leave_alone(line.wanted_flags & ~HS_SIGNAL_ONLY_IF_HANDLED, now)) return 0;
+    if (leave_alone(flags, now)) return 0;
     line.previous = now;
-    line_of[line.signo].store(index);
+    line_of[line.signo].store(static_cast<uint8_t>(&line - signals.lines + 1));
     const struct sigaction action = action_for(line);
     if (sigaction(line.signo, &action, nullptr) != 0) return -errno;
     line.installed = true;
@@ -259,6 +258,12 @@ static int claim_line(Line &line, uint8_t index) noexcept {
     sigaddset(&one, line.signo);
     pthread_sigmask(SIG_UNBLOCK, &one, nullptr);
     return 1;
+}
+
+/* A handler that came after us is helped like one that was there before: while its thread is held it would never run. */
+void signals_help_late() noexcept {
+    for (int i = 0; i < signals.n; ++i)
+        if (Line &line = signals.lines[i]; !line.installed && line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED) listen_to(line, line.wanted_flags);
 }
 
 int signals_claim(int action, bool on) noexcept {
@@ -270,7 +275,8 @@ int signals_claim(int action, bool on) noexcept {
             unclaim_line(line);
             continue;
         }
-        const int result = claim_line(line, static_cast<uint8_t>(i + 1));
+        line.flags.store(line.wanted_flags | HS_SIGNAL_NO_CHAIN);
+        const int result = listen_to(line, line.wanted_flags & ~HS_SIGNAL_ONLY_IF_HANDLED);
         if (result < 0) return result;
         listening += result;
     }
