@@ -50,7 +50,7 @@ def open_gate(
             loaded or trusted.
         UsageError: the kind is unknown, or hooks were requested for several ranks.
     """
-    chosen = _chosen(kind, os.environ if environ is None else environ)
+    chosen = chosen_kind(kind, environ)
     if chosen == "hooks" and ranks > 1:
         raise UsageError(
             f"module hooks hold one rank, and {ranks} pause together here: leave out {GATE_ENV}="
@@ -75,8 +75,13 @@ def open_gate(
     return HooksGate(model=model)
 
 
-def _chosen(kind: GateKind, environ: Mapping[str, str]) -> GateKind:
-    text = environ.get(GATE_ENV, "").strip().lower()
+def chosen_kind(kind: GateKind, environ: Mapping[str, str] | None = None) -> GateKind:
+    """The kind that ``HYDROSLURM_GATE`` names, else ``kind``.
+
+    Raises:
+        UsageError: no such kind.
+    """
+    text = (os.environ if environ is None else environ).get(GATE_ENV, "").strip().lower()
     where = GATE_ENV if text else "gate"
     wanted = text or kind
     if wanted not in get_args(GateKind):

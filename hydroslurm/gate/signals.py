@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import get_type_hints
 
-from hydroslurm.core.rundir import GENERATION_ENV
+from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV
 from hydroslurm.core.signals import signal_name, signal_number
 from hydroslurm.core.submitit_job import executor_of
 from hydroslurm.errors import UsageError
@@ -127,13 +127,13 @@ class SignalPlan:
         return self.pausing() - {signal.SIGTSTP, signal.SIGCONT}
 
     def with_environment(self, environ: Mapping[str, str]) -> SignalPlan:
-        """Return the plan with changes from ``HYDROSLURM_SIGNALS``; with ``suspend_stops`` for a
-        worker of an elastic run; with submitit's signal in its jobs.
+        """Return the plan with changes from ``HYDROSLURM_SIGNALS``; with ``suspend_stops`` in
+        an elastic run; with submitit's signal in its jobs.
 
         Raises:
             UsageError: an unknown name or signal; the message lists the valid ones.
         """
-        if environ.get(GENERATION_ENV):
+        if environ.get(GENERATION_ENV) or environ.get(ELASTIC_ENV):
             self = replace(self, suspend_stops=True)
         if executor_of(environ):
             self = self._with_signal_of_submitit(environ.get(_SUBMITIT_SIGNAL_ENV) or "USR2")

@@ -269,14 +269,8 @@ def keep_alive(signals: Iterable[int]) -> None:
         atexit.register(ignore, chosen)
 
 
-def _go_on(signo: int, _: FrameType | None) -> None:
+def _go_on(_signo: int, _frame: FrameType | None) -> None:
     """Handle a pause signal of a process that cannot be paused now."""
-    if came is not None:
-        came.append(signo)
-
-
-came: list[int] | None = None
-"""Pause signals that arrive while one installation replaces another, in order."""
 
 
 def ignore(signals: Iterable[int]) -> None:

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from hydroslurm.coordination import collectives
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
-from hydroslurm.core.events import Event, EventKind, EventLog, clocks
+from hydroslurm.core.events import EventKind, clocks
 from hydroslurm.core.proc import boot_id
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import say, thread
@@ -34,7 +34,6 @@ from hydroslurm.errors import AckTimeout, HydroslurmError, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
-    NO_CAUSE,
     Action,
     Cause,
     GateEvent,
@@ -47,11 +46,10 @@ from hydroslurm.runtime import device
 from hydroslurm.runtime.children import Children
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.guard import CHECK_S, Guard
+from hydroslurm.runtime.journal import RankJournal, Recorder
 from hydroslurm.runtime.launch_ahead import LaunchAhead
 from hydroslurm.runtime.output import Output
-from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.standing import Watch
-from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.runtime.vacating import Vacating
 from hydroslurm.vacate.policy import VacatePolicy
 
@@ -67,18 +65,6 @@ _ASK_AGAIN_S = (1.0, 2.0, 4.0)
 """What to wait before Slurm is asked once more whether a signal warns of the time limit."""
 _LOOK_AT_OUTPUT_S = 0.05
 """How often to look, once a stop is requested, for pipes that nobody reads any more."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who writes the events."""
-
-    rank: int
-    job_id: int | None
-    restart_count: int
-    host: str
-    jobstep: Mapping[str, object] = field(default_factory=dict)
-    """For the ``installed`` event; see :mod:`hydroslurm.runtime.jobstep`."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +130,7 @@ class Controller:
         *,
         gate: Gate,
         plan: SignalPlan,
-        log: EventLog,
-        identity: Identity,
-        status: StatusWriter,
+        journal: RankJournal,
         watch: Watch,
         emit: Emit = Emit.EVENTS,
         vacate: VacatePolicy = VacatePolicy.WHEN_ASKED,
@@ -175,9 +159,8 @@ class Controller:
         self.skipped: dict[str, str] = {}
         self.guarding = True
         self.ranks: CoordinatorClient | None = None
-        self._log = log
-        self._identity = identity
-        self._status = status
+        self._journal = journal
+        self._next_journal: tuple[RankJournal, threading.Event] | None = None
         self.watch = watch
         self._emit = emit
         self._recorder = Recorder()
@@ -186,7 +169,7 @@ class Controller:
             gate,
             emit=self.record,
             on_idle=self._look_again,
-            log=log.path,
+            log=journal.log.path,
             policy=vacate,
             grace_s=grace_s,
             ranks_here=ranks_here,
@@ -210,7 +193,6 @@ class Controller:
         self._claimed = self.had_saver = False
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
-        self.causes_at_stop = NO_CAUSE
         self._thread = thread(self._loop, name="hydroslurm-controller")
 
     # --- install and uninstall
@@ -243,11 +225,11 @@ class Controller:
                 "signals": [signal_name(signo) for signo in outcome if signo in heard],
                 "asked_by": {verb: signo for verb, signo in asked_by.items() if signo in heard},
                 **({"launch_ahead_ms": bound_s * 1e3} if bound_s is not None else {}),
-                **self._identity.jobstep,
+                **self._journal.identity.jobstep,
             },
         )
         self._launch_ahead.start()
-        self._status.write(self.step, at_once=True)
+        self._journal.status.write(self.step, at_once=True)
         self._thread.start()
 
     def join(
@@ -272,6 +254,20 @@ class Controller:
         self.ranks = ranks
         ranks.start()
 
+    def part(self) -> None:
+        """Pause and stop without the other ranks from now on."""
+        ranks, self.ranks = self.ranks, None
+        if ranks is not None:
+            ranks.leave()
+
+    def write_to(self, journal: RankJournal) -> None:
+        """Write events and status there from now on; the journal until now ends as that of a
+        process that has left."""
+        begun = threading.Event()
+        self._next_journal = (journal, begun)
+        self.gate.wake()
+        begun.wait(DRAIN_LIMIT_S)
+
     def stop(
         self,
         *,
@@ -294,7 +290,6 @@ class Controller:
         launched = self._launch_ahead.end()
         if self.ranks is not None:
             self.ranks.leave()
-        self.causes_at_stop = self.gate.status().causes
         replaced_now = self.gate.stop()
         if replaced is None:
             replaced = replaced_now
@@ -306,9 +301,7 @@ class Controller:
         self._guarded(self._take_events, 0.0)
         self._children.resume()
         data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
-        self.record(EventKind.UNINSTALLED, data)
-        self._log.close()
-        self._status.close(self.step)
+        self._journal.end(data, step=self.step)
         self.output.release()
         return replaced
 
@@ -440,6 +433,8 @@ class Controller:
         return True
 
     def _turn(self) -> None:
+        if self._next_journal is not None:
+            self._change_journal(*self._next_journal)
         if self._guard is not None:
             self._guard.check()
         self._children.stop_again()
@@ -447,7 +442,14 @@ class Controller:
             self._may_vacate = False
             self._vacate()
         self._check_output()
-        self._status.write(self.step)
+        self._journal.status.write(self.step)
+
+    def _change_journal(self, journal: RankJournal, begun: threading.Event) -> None:
+        journal.take_over(self._journal)
+        before, self._journal, self._next_journal = self._journal, journal, None
+        before.end({}, step=self.step)
+        self.vacating.log = journal.log.path
+        begun.set()
 
     def _check_output(self) -> None:
         if self._claimed and self.stop_request is not None:
@@ -456,7 +458,7 @@ class Controller:
 
     def _take_events(self, wait_s: float | None = None) -> None:
         if wait_s is None:
-            due_s = self._status.wait_s()
+            due_s = self._journal.status.wait_s()
             wait_s = CHECK_S if self.stop_request is None else _LOOK_AT_OUTPUT_S
             wait_s = wait_s if due_s is None else min(due_s, wait_s)
         for seen in self.gate.wait_events(wait_s):
@@ -498,7 +500,7 @@ class Controller:
     def _look_for_warning(self, signo: int, sender_pid: int) -> None:
         """A pause's signal may warn of the time limit. Slurm sends that to all ranks, and the first
         one asks; the pause is in force until the answer is there."""
-        job_id, environ, ranks = self._identity.job_id, self._environ, self.ranks
+        job_id, environ, ranks = self._journal.identity.job_id, self._environ, self.ranks
         if job_id is None or environ is None or (self._asking and self._asking.is_alive()):
             return
         is_first = ranks is None or not ranks.have_joined or ranks.lost or ranks.rank == 0
@@ -627,22 +629,7 @@ class Controller:
         epoch_ns: int | None = None,
     ) -> None:
         """Write an event into this rank's log, of now if not told otherwise; from any thread."""
-        now_mono_ns, now_epoch_ns = clocks()
-        who = self._identity
-        event = Event(
-            kind=kind,
-            mono_ns=now_mono_ns if mono_ns is None else mono_ns,
-            epoch_ns=now_epoch_ns if epoch_ns is None else epoch_ns,
-            rank=who.rank,
-            job_id=who.job_id,
-            restart_count=who.restart_count,
-            pid=self._owner_pid,
-            host=who.host,
-            step=self.step,
-            data=dict(data),
-        )
-        self._log.append(event)  # first: this line is what others wait for
-        self._status.note(event)
+        self._journal.record(kind, data, step=self.step, mono_ns=mono_ns, epoch_ns=epoch_ns)
         if kind is EventKind.ALL_PARKED:  # in the channel's thread
             self._parking = _Parking(
                 name=str(data["parking"]),

@@ -27,22 +27,27 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core import registry, rundir
 from hydroslurm.core.events import EventKind, EventLog
 from hydroslurm.core.rundir import GENERATION_ENV, RunDir
-from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
-from hydroslurm.gate import GateKind, open_gate
+from hydroslurm.errors import (
+    AlreadyInstalled,
+    HydroslurmError,
+    NotInstalled,
+    TorchMissing,
+    UsageError,
+)
+from hydroslurm.gate import GATE_ENV, GateKind, chosen_kind, open_gate
 from hydroslurm.gate.marks import Emit
-from hydroslurm.gate.protocol import NO_CAUSE, Action
-from hydroslurm.gate.signals import SignalPlan
+from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
 from hydroslurm.runtime import autoload, unsaved_warning
 from hydroslurm.runtime.child_signals import (
     spawns_shielded,
     wandb_shielded,
     workers_shielded,
 )
-from hydroslurm.runtime.controller import Controller, Identity
+from hydroslurm.runtime.controller import Controller
 from hydroslurm.runtime.jobstep import jobstep_of
+from hydroslurm.runtime.journal import Identity, RankJournal, StatusWriter, interval_s
 from hydroslurm.runtime.launch_ahead import launch_ahead_from
 from hydroslurm.runtime.standing import Watch
-from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation, is_alone
 from hydroslurm.vacate.policy import VacatePolicy, grace_from
@@ -57,8 +62,8 @@ class _Installed:
     controller: Controller
     beside: contextlib.ExitStack
     """What else ends with it."""
-    asked: tuple[object, ...]
-    """What for: run folder, signals, gate, and the ranks to find."""
+    writes_to: tuple[RunDir | None, int]
+    """The run folder that was asked for, and the rank."""
     unasked: bool = False
     """By ``srun --preempt``, not by a call in the script."""
 
@@ -83,8 +88,8 @@ def install(
     SIGCONT, SIGUSR2 and :meth:`Controller.resume` let it go on. Earlier handlers are chained. May
     be called from any thread where the gate is native.
 
-    Where ``srun --preempt`` made the process pausable already, this returns its controller; with
-    other options than it has, a new one takes its place.
+    Where ``srun --preempt`` made the process pausable already, this returns its controller, whose
+    events go to ``run_dir`` from now on, and which leaves the other ranks for ``alone``.
 
     Args:
         run_dir: where the events go. Default: ``HYDROSLURM_RUN_DIR``; in a Slurm job
@@ -109,29 +114,29 @@ def install(
             several ranks need it.
         InstallError: a handler could not be installed.
         UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``, ``HYDROSLURM_VACATE`` or
-            ``HYDROSLURM_LAUNCH_AHEAD_MS``.
+            ``HYDROSLURM_LAUNCH_AHEAD_MS``; or other signals, or another gate, than ``srun
+            --preempt`` has put in place.
     """
     global _installed
     environ = os.environ if environ is None else environ
     plan = (signals or SignalPlan()).with_environment(environ)
-    emit = Emit.from_environ(environ)
     autoload.stand_down()
     autoload.take_rank()
     world = _world_of_several(alone, environ)
-    ranks = world.world_size if world is not None else 1
     place = rundir.from_environment(environ) if run_dir is None else RunDir(Path(run_dir))
-    asked = (place, plan, gate, world)
-    causes, came = NO_CAUSE, []
-    if gives_way():
-        ours = _require_installed()
-        if model is None and asked == ours.asked:
-            ours.unasked = False
-            return ours.controller
-        if world is not None:  # a rank that has left the others cannot rejoin them
-            world = replace(world, incarnation_id=f"{world.incarnation_id} again")
-        came = autoload.came = []
-        _take_out()
-        causes = ours.controller.causes_at_stop
+    writes_to = (place, World.from_environ(environ).rank)
+    with _lock:
+        if gives_way():
+            live = _require_installed()
+            _require_same(live.controller, plan, chosen_kind(gate, environ))
+            live.unasked = False
+            if live.writes_to != writes_to:
+                _write_elsewhere(live.controller, plan, environ, run_dir=run_dir)
+                live.writes_to = writes_to
+            _change_ranks(live.controller, world, environ=environ, run_dir=run_dir)
+            return live.controller
+    emit = Emit.from_environ(environ)
+    ranks = world.world_size if world is not None else 1
     with _lock:
         if _installed is not None and _installed.pid == os.getpid():
             raise AlreadyInstalled(
@@ -143,17 +148,10 @@ def install(
         above = autoload.rank_above(os.environ)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
-        try:
-            controller, beside = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
-        finally:
-            autoload.came = None
-        _installed = _Installed(os.getpid(), controller, beside, asked)
+        controller, beside = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
+        _installed = _Installed(os.getpid(), controller, beside, writes_to)
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
-        if causes:
-            controller.gate.request(Action.PAUSE, causes)
-        for signo in came:
-            signal.raise_signal(signo)
         if world is not None:
             _join(controller, world, environ=environ, run_dir=run_dir)
         atexit.register(_uninstall_at_exit)
@@ -170,6 +168,64 @@ def install_unasked() -> None:
         _require_installed().unasked = True
 
 
+def _require_same(live: Controller, plan: SignalPlan, gate: GateKind) -> None:
+    """Refuse what cannot be changed while signals may arrive."""
+    has, remedy = "", ""
+    if plan != live.plan:
+        has, remedy = "other signals", f"{SIGNALS_ENV}=NAME=SIGNAL,..."
+    elif gate not in ("auto", live.gate.name):
+        has, remedy = f"the {live.gate.name} gate", f"{GATE_ENV}={gate}"
+    if has:
+        raise UsageError(
+            f"{autoload.PREEMPT_ENV} has made this process pausable with {has}. Choose for both "
+            f"by {remedy}, or set {autoload.PREEMPT_ENV}=off"
+        )
+
+
+def _write_elsewhere(
+    live: Controller,
+    plan: SignalPlan,
+    environ: Mapping[str, str],
+    *,
+    run_dir: str | os.PathLike[str] | None,
+) -> None:
+    identity, base = _identity(environ, plan), _registry_base(environ)
+    folder = _run_folder(run_dir, environ, base)
+    journal = _journal(identity, folder, environ, live.watch)
+    live.write_to(journal)
+    _announce(base, journal, plan)
+
+
+def _change_ranks(
+    live: Controller,
+    world: World | None,
+    *,
+    environ: Mapping[str, str],
+    run_dir: str | os.PathLike[str] | None,
+) -> None:
+    """Leave the other ranks, or look for them, if they are others than before."""
+    before = None if live.ranks is None else (live.ranks.rank, live.ranks.world_size)
+    if before == (None if world is None else (world.rank, world.world_size)):
+        return
+    live.part()
+    if world is not None:
+        if before is not None:  # a rank that has left the others cannot rejoin them
+            world = replace(world, incarnation_id=f"{world.incarnation_id} again")
+        _join(live, world, environ=environ, run_dir=run_dir)
+
+
+def _journal(
+    identity: Identity, folder: RunDir | None, environ: Mapping[str, str], watch: Watch
+) -> RankJournal:
+    """It keeps nothing where there is no folder."""
+    log = folder.rank_events(identity.rank) if folder else None
+    status = folder.rank_status(identity.rank) if folder else None
+    every_s = interval_s(environ)
+    return RankJournal(
+        identity, EventLog(log), StatusWriter(status, every_s=every_s, look=watch.look)
+    )
+
+
 def _set_up(
     run_dir: str | os.PathLike[str] | None,
     plan: SignalPlan,
@@ -184,23 +240,16 @@ def _set_up(
     identity = _identity(environ, plan)
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
-    log = EventLog(folder.rank_events(identity.rank) if folder else None)
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         if base is not None:
             beside.callback(registry.withdraw, base, os.getpid())
         opened = open_gate(gate, model=model, ranks=ranks)
         watch = Watch(environ, gate=opened, ranks=ranks)
-        status = StatusWriter(
-            folder.rank_status(identity.rank) if folder else None,
-            every_s=interval_s(environ),
-            look=watch.look,
-        )
+        journal = _journal(identity, folder, environ, watch)
         controller = Controller(
             gate=opened,
             plan=plan,
-            log=log,
-            identity=identity,
-            status=status,
+            journal=journal,
             watch=watch,
             emit=emit,
             vacate=VacatePolicy.from_environ(environ),
@@ -217,7 +266,7 @@ def _set_up(
         controller.start()
         undo.callback(controller.stop)
         controller.vacating.get_ready(environ, identity.job_id)
-        _announce(base, identity, log, plan)
+        _announce(base, journal, plan)
         if folder is not None and identity.rank == 0 and identity.job_id is not None:
             beside.callback(unsaved_warning.watch(controller, folder, identity.job_id, environ))
         undo.pop_all()
@@ -417,16 +466,16 @@ def _run_folder(
     return RunDir(registry.private_events(base, os.getpid())) if base else None
 
 
-def _announce(base: Path | None, identity: Identity, log: EventLog, plan: SignalPlan) -> None:
-    if base is None or log.path is None:
+def _announce(base: Path | None, journal: RankJournal, plan: SignalPlan) -> None:
+    if base is None or journal.log.path is None:
         return
     pid = os.getpid()
     numbers = {name: value for name, value in vars(plan).items() if type(value) is int}
     entry = registry.Entry(
         pid=pid,
         started=registry.start_ticks(pid) or 0,
-        rank=identity.rank,
-        events=str(log.path),
+        rank=journal.identity.rank,
+        events=str(journal.log.path),
         signals=numbers,
     )
     try:

@@ -55,6 +55,7 @@ class Vacating:
     Attributes:
         policy: which pauses vacate.
         grace_s: between Slurm's SIGTSTP and its SIGSTOP.
+        log: where this rank's events go, beside which a request is looked for.
         is_at_work: memory is away, or on its way there or back.
         open_device: finds the device at the first vacate; None: there is nothing to move.
     """
@@ -75,7 +76,6 @@ class Vacating:
         """
         Args:
             on_idle: called when a vacate is over, in its thread: another may be wanted by now.
-            log: where this rank's events go, beside which a request is looked for.
         """
         self.policy = policy
         self.grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
@@ -84,7 +84,7 @@ class Vacating:
         self._gate = gate
         self._emit = emit
         self._on_idle = on_idle
-        self._log = log
+        self.log = log
         self._ranks_here = ranks_here
         self._drain_s = drain_s
         self._limits = limits or Limits()
@@ -134,7 +134,7 @@ class Vacating:
         """
         if self.policy is VacatePolicy.NEVER or self.is_at_work:
             return
-        asked = None if self._log is None else read_request(self._log)
+        asked = None if self.log is None else read_request(self.log)
         if asked is not None and (asked.pid, asked.pause) != (os.getpid(), pause):
             asked = None
         if asked is None and self.policy is not VacatePolicy.ALWAYS:

@@ -126,14 +126,15 @@ class ElasticRank:
 
         Signals and events are this rank's alone; it has a folder of its own for these. A suspend is
         a leave: the others would wait for a rank that is parked."""
-        if installation.is_installed() and not installation.gives_way():
-            return installation.controller(), False
+        before = installation.controller() if installation.is_installed() else None
+        if before is not None and not installation.gives_way():
+            return before, False
         name = self._engine.name.replace("/", "_").replace(":", "_")
         folder = self._folder.root / "members" / f"{name}-{self._engine.local_rank}"
         RunDir(folder).claim()
         signals = SignalPlan(suspend_stops=True)
         made = installation.install(run_dir=folder, signals=signals, alone=True, environ=environ)
-        return made, True
+        return made, made is not before
 
     def join(self, session: Session) -> None:
         """The session is made; it has all objects that were given to it."""

@@ -26,7 +26,7 @@ from hydroslurm.core.status import (
     read_status,
     status_of,
 )
-from hydroslurm.runtime.status_writer import HEARTBEAT_ENV, StatusWriter, interval_s
+from hydroslurm.runtime.journal import HEARTBEAT_ENV, StatusWriter, interval_s
 
 
 def _event(kind: EventKind, at: int, **data: object) -> Event:
@@ -200,7 +200,7 @@ WRITE = """
     import sys
     from pathlib import Path
     from hydroslurm.core.events import Event, EventKind
-    from hydroslurm.runtime.status_writer import StatusWriter
+    from hydroslurm.runtime.journal import StatusWriter
     writer = StatusWriter(Path(sys.argv[1]), every_s=0.0)
     step = 0
     while True:
@@ -291,7 +291,7 @@ def test_a_full_disk_has_room_for_the_status(
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hydroslurm.runtime.status_writer.write_atomically", no_room)
+    monkeypatch.setattr("hydroslurm.runtime.journal.write_atomically", no_room)
     writer.note(_event(EventKind.CAUSES_CHANGED, 3, causes=[]))
     writer.write(None, at_once=True)
     assert path.stat().st_ino == inode

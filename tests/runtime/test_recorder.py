@@ -6,7 +6,7 @@ import pytest
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.gate.protocol import Cause, GateEvent, Phase
-from hydroslurm.runtime.recorder import Recorder
+from hydroslurm.runtime.journal import Recorder
 
 
 def _seen(kind: EventKind, mono_ns: int, **fields: object) -> GateEvent:

@@ -22,7 +22,7 @@ from hydroslurm.errors import CheckpointCorrupt, RunFolderError
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import add_condition
 from hydroslurm.jobs.supervisor.job_step import start_step
-from hydroslurm.runtime.status_writer import StatusWriter
+from hydroslurm.runtime.journal import StatusWriter
 from hydroslurm.training.attempts import AttemptLog, finished_step, write_finished
 
 if TYPE_CHECKING:

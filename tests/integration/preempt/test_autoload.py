@@ -23,9 +23,9 @@ WAITS = (
 )
 
 
-def python(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def python(*argv: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """One Python to its end."""
-    return captured([sys.executable, *argv], env={**os.environ, **environ}, timeout=120)
+    return captured([sys.executable, *argv], env={**os.environ, **environ}, cwd=cwd, timeout=120)
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "OFF"])
@@ -220,7 +220,7 @@ def main():
         seen[method] = rows.flatten(1).tolist()
     before = hydroslurm.controller()
     hydroslurm.od_execution_wrapper(torch.nn.Linear(2, 2), gate="native")
-    seen["explicit"] = hydroslurm.controller() is not before, installation.gives_way()
+    seen["explicit"] = hydroslurm.controller() is before, installation.gives_way()
     try:
         hydroslurm.install()
     except hydroslurm.HydroslurmError as error:
@@ -241,8 +241,8 @@ if __name__ == "__main__":
 
 def test_a_rank_and_its_children(tmp_path: Path) -> None:
     """Two threads import torch at once, and it is installed once. DataLoader workers of every kind
-    and other Pythons are not, and survive the pause signal. A call of the script's own with other
-    options takes its place, and a second one is refused. After exec the process is still a rank."""
+    and other Pythons are not, and survive the pause signal. A call of the script's own gets
+    what is there, and a second one is refused. After exec the process is still a rank."""
     with child(PROGRAM, tmp_path, environ=ASKED) as program:
         seen: dict[str, Any] = json.loads("{" + program.expect("{"))
         assert seen["installed"] == [True, True]
@@ -266,49 +266,50 @@ while True:
 
 
 CALLS = """
-import os, signal, sys, time
+import json, os, signal, sys
 import torch, hydroslurm
-from hydroslurm.runtime import autoload, install as place
+from hydroslurm.core.status import read_status
+from processes import wait_until
 
-def causes():
-    time.sleep(0.2)
-    return hydroslurm.controller().status().causes.names()
+def said(folder):
+    return read_status(folder + "/events/rank-00000.json")
 
-def asked_in_between(*arguments, **options):
-    os.kill(os.getpid(), signal.SIGUSR1)
-    return set_up(*arguments, **options)
-
-set_up, before = place._set_up, hydroslurm.controller()
-when, options = sys.argv[1], eval(sys.argv[2])
-if when == "meanwhile":
-    place._set_up = asked_in_between
-else:
-    os.kill(os.getpid(), signal.SIGUSR1)
+before = hydroslurm.controller()
+os.kill(os.getpid(), signal.SIGUSR1)
+wait_until(lambda: said("first").state == "parked", "the pause is written")
 try:
-    print(hydroslurm.install(**options) is before, *causes())
+    mine = hydroslurm.install(**eval(sys.argv[1]))
+    folder = "mine" if os.path.exists("mine") else "first"
+    print(mine is before, folder, "user" in said(folder).causes, mine.ranks is None)
     os.kill(os.getpid(), signal.SIGUSR2)
-    print("then", *causes())
-except ValueError:
-    print("refused", autoload.came)
+    wait_until(lambda: not said(folder).causes, "the resume is written")
+    print("then", said("first").state)
+except ValueError as error:
+    print("refused", error)
 """
 
 
 @pytest.mark.parametrize(
-    ("paused", "options", "said"),
+    ("options", "words"),
     [
-        ("before", "{}", "True user, then"),
-        ("before", "{'alone': True}", "False user, then"),
-        ("meanwhile", "{'alone': True}", "False user, then"),
-        ("before", "{'alone': True, 'gate': 'none'}", "refused None"),
+        ("{}", "True first True False / then running"),
+        ("{'run_dir': 'mine'}", "True mine True False / then ended"),
+        ("{'alone': True}", "True first True True / then running"),
+        ("{'gate': 'hooks'}", "refused HYDROSLURM_PREEMPT has made this process pausable with the "
+         "native gate. Choose for both by HYDROSLURM_GATE=hooks, or set HYDROSLURM_PREEMPT=off"),
+        ("{'signals': hydroslurm.SignalPlan(warning=None)}", "refused HYDROSLURM_PREEMPT has made "
+         "this process pausable with other signals. Choose for both by HYDROSLURM_SIGNALS=NAME="
+         "SIGNAL,..., or set HYDROSLURM_PREEMPT=off"),
     ],
-)
-def test_a_call_of_the_scripts_own(paused: str, options: str, said: str) -> None:
-    """Without other options it returns the controller that is there. With them it has its own, and
-    a pause that is on stays on, as one does that comes between the two installations. No list of
-    these outlives a call that fails."""
-    ranks = {} if options == "{}" else {"RANK": "0", "WORLD_SIZE": "2"}
-    done = python("-c", CALLS, paused, options, **ASKED, **ranks)
-    assert done.stdout.splitlines() == said.split(", "), done.stderr
+)  # fmt: skip
+def test_a_call_of_the_scripts_own(options: str, words: str, tmp_path: Path) -> None:
+    """It returns the controller that is there, and a pause that is on stays on. Events go where the
+    call says, how things stand first; alone, it leaves the other ranks. What cannot change is
+    refused, with the remedy."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "HYDROSLURM_RUN_DIR": "first"}
+    path = str(Path(__file__).parents[2])
+    done = python("-c", CALLS, options, cwd=tmp_path, PYTHONPATH=path, **ASKED, **ranks)
+    assert done.stdout.splitlines() == words.split(" / "), done.stderr
 
 
 @pytest.mark.parametrize("mode", ["pause", "requeue"])
@@ -362,7 +363,7 @@ dist.destroy_process_group()
 
 def test_torchrun_and_a_run_of_the_scripts_own(tmp_path: Path) -> None:
     """torchrun's workers are ranks and find each other, its agent is none; a Run that is made later
-    takes over, and its ranks find each other as well."""
+    has its ranks still joined."""
     (tmp_path / "train.py").write_text(RANKS)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = python(*torchrun, str(tmp_path / "train.py"), str(tmp_path / "run"), **ASKED)

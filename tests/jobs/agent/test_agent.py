@@ -25,7 +25,7 @@ from pathlib import Path
 from hydroslurm.core import registry
 from hydroslurm.core.events import Event, EventKind, EventLog, clocks
 from hydroslurm.core.status import status_of
-from hydroslurm.runtime.status_writer import StatusWriter
+from hydroslurm.runtime.journal import StatusWriter
 
 # A rank as an agent sees it, without the seconds that torch takes to import: it announces itself,
 # listens, answers with events, and leaves as the files in the test's folder say.

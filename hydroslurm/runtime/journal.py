@@ -1,7 +1,8 @@
-"""Write the status of this rank: what its events say, and as a heartbeat its step.
+"""What this rank writes down: a line for each event, and its status, which follows from them.
 
-Steps are not logged as events, so between two saves only the heartbeat shows progress. The
-training loop pays nothing: it sets an attribute, and the controller's thread reads it.
+Steps are not logged as events, so between two saves only the status shows progress: its heartbeat
+has the step. The training loop pays nothing: it sets an attribute, and the controller's thread
+reads it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.events import Event, clocks
+from hydroslurm.core.events import Event, EventKind, EventLog, clocks
 from hydroslurm.core.files import open_regular, write_atomically
+from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import (
     LIMIT_BYTES,
     Moment,
@@ -23,6 +25,7 @@ from hydroslurm.core.status import (
     fold,
     load_status,
 )
+from hydroslurm.gate.protocol import GateEvent
 
 HEARTBEAT_ENV = "HYDROSLURM_HEARTBEAT_S"
 """Seconds between two heartbeats; 0 for none."""
@@ -44,6 +47,73 @@ def interval_s(environ: Mapping[str, str]) -> float:
     if asked_s != asked_s:
         return DEFAULT_EVERY_S
     return max(asked_s, LEAST_EVERY_S) if asked_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who writes the events."""
+
+    rank: int
+    job_id: int | None
+    restart_count: int
+    host: str
+    jobstep: Mapping[str, object] = field(default_factory=dict)
+    """For the ``installed`` event; see :mod:`hydroslurm.runtime.jobstep`."""
+
+
+class RankJournal:
+    """One rank's event log, and the status beside it. Any thread may :meth:`record`; the rest is
+    for one thread."""
+
+    def __init__(self, identity: Identity, log: EventLog, status: StatusWriter) -> None:
+        self.identity = identity
+        self.log = log
+        self.status = status
+        self._pid = os.getpid()
+        self._last: dict[EventKind, Event] = {}
+        """The newest event of each kind, in the order in which they happened."""
+
+    def record(
+        self,
+        kind: EventKind,
+        data: Mapping[str, object],
+        *,
+        step: int | None,
+        mono_ns: int | None = None,
+        epoch_ns: int | None = None,
+    ) -> None:
+        """Write an event, of now if not told otherwise."""
+        now_mono_ns, now_epoch_ns = clocks()
+        who = self.identity
+        event = Event(
+            kind=kind,
+            mono_ns=now_mono_ns if mono_ns is None else mono_ns,
+            epoch_ns=now_epoch_ns if epoch_ns is None else epoch_ns,
+            rank=who.rank,
+            job_id=who.job_id,
+            restart_count=who.restart_count,
+            pid=self._pid,
+            host=who.host,
+            step=step,
+            data=dict(data),
+        )
+        self._last.pop(kind, None)
+        self._last[kind] = event
+        self.log.append(event)  # first: this line is what others wait for
+        self.status.note(event)
+
+    def end(self, data: Mapping[str, object], *, step: int | None) -> None:
+        """Write that this process has left, and nothing any more."""
+        self.record(EventKind.UNINSTALLED, data, step=step)
+        self.log.close()
+        self.status.close(step)
+
+    def take_over(self, before: RankJournal) -> None:
+        """Begin with how things stand: the newest event of each kind."""
+        for event in tuple(before._last.values()):
+            self.log.append(replace(event, rank=self.identity.rank))
+            self.status.note(replace(event, rank=self.identity.rank))
+        self._last = dict(before._last)
 
 
 class StatusWriter:
@@ -166,3 +236,75 @@ def _put(path: Path, data: bytes) -> None:
             os.pwrite(fd, data.ljust(os.fstat(fd).st_size), 0)
         finally:
             os.close(fd)
+
+
+class Recorder:
+    """Turns the events of one process's gate into the data of lines: numbers the pauses, and makes
+    latencies of timestamps. A latency begins at the stamp of the signal handler, or of the request.
+
+    Attributes:
+        pause: number of the latest pause, from 1; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.pause = 0
+        self._parked_ns = 0
+        self._closed_ns = 0
+        self._resume_requested_ns = 0
+
+    def record(self, seen: GateEvent) -> dict[str, object]:
+        """The data of the line that one gate event makes."""
+        kind = seen.kind
+        causes = seen.causes.names()
+        if kind is EventKind.SIGNAL_RECEIVED:
+            return {**_sender(seen), "count": seen.count}
+        if kind is EventKind.GATE_CLOSED:
+            self.pause += 1
+            self._closed_ns, self._parked_ns = seen.mono_ns, 0
+            return self._pause(causes=causes, requested_mono_ns=seen.value_ns)
+        if kind in (EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD):
+            return self._pause(**_operator(seen))
+        if kind is EventKind.PARKED:
+            self._parked_ns = seen.mono_ns
+            return self._pause(
+                requested_mono_ns=seen.value_ns,
+                park_us=(seen.mono_ns - seen.value_ns) / 1e3,
+                held=seen.held,
+                quiet=seen.quiet,
+                causes=causes,
+            )
+        if kind is EventKind.LET_THROUGH:
+            return self._pause(collectives=seen.count)
+        if kind is EventKind.RESUMED:
+            self._resume_requested_ns = seen.value_ns
+            since_ns = self._parked_ns or self._closed_ns
+            return self._pause(
+                requested_mono_ns=seen.value_ns,
+                parked_s=(seen.mono_ns - since_ns) / 1e9,
+                held=seen.held,
+                passed=seen.passed,
+                causes=causes,
+            )
+        if kind is EventKind.FIRST_OPERATOR_RELEASED:
+            return self._pause(
+                requested_mono_ns=self._resume_requested_ns,
+                resume_us=(seen.mono_ns - self._resume_requested_ns) / 1e3,
+                tid=seen.tid,
+            )
+        if kind is EventKind.STOP_REQUESTED:
+            return {**_sender(seen), "requested_mono_ns": seen.value_ns}
+        if kind is EventKind.EVENTS_DROPPED:
+            return {"count": seen.count}
+        return {"causes": causes}
+
+    def _pause(self, **data: object) -> dict[str, object]:
+        return {"pause": self.pause, **data}
+
+
+def _sender(seen: GateEvent) -> dict[str, object]:
+    name = signal_name(seen.signo) if seen.signo else None
+    return {"signal": name, "sender_pid": seen.sender_pid}
+
+
+def _operator(seen: GateEvent) -> dict[str, object]:
+    return {"operator": seen.text, "phase": seen.phase.name.lower(), "tid": seen.tid}
