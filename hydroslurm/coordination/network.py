@@ -125,7 +125,7 @@ def _failure(name: str) -> str | None:
 
 def _slurms_address(host: str) -> str:
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.slurm.refusals import RetryPolicy
+    from hydroslurm.slurm.programs import RetryPolicy
 
     # not pyslurm: it would stay in the process of the training
     client = open_client("commands", retry_policy=RetryPolicy(give_up_after_s=30.0))

@@ -31,8 +31,7 @@ from hydroslurm.core.decoding import (
     decode,
     encode,
 )
-from hydroslurm.core.files import open_regular
-from hydroslurm.core.journal import open_journal, write_all
+from hydroslurm.core.files import open_journal, open_regular, write_all
 
 SCHEMA: Literal[1] = 1
 

@@ -1,8 +1,10 @@
-"""Read files that anybody may have written, write files atomically, follow files that grow.
+"""Read files that anybody may have written, write them atomically, append to journals, and follow
+files that grow.
 
 Readers never follow a link, never wait for a FIFO, never read without bound, and raise only OSError
 and ValueError, so any person's run folder can be shown. Whether a file may be *obeyed* is another
-question: :mod:`hydroslurm.core.trust`.
+question: :mod:`hydroslurm.core.trust`. A journal has one JSON object per line, and survives writers
+that are killed at any byte.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import stat
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -345,3 +347,59 @@ def _require_printable(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"a text that cannot be printed: {error.reason}") from error
+
+
+def append_entry(path: Path, entry: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Append one entry.
+
+    Args:
+        durable: survive a crash of the machine.
+
+    Raises:
+        OSError: it cannot be written, or as for :func:`open_regular`.
+    """
+    text = json.dumps(entry, ensure_ascii=False) + "\n"
+    line = text.encode(errors="backslashreplace")  # half a character, as JSON writes it
+    fd = open_journal(path)
+    try:
+        write_all(fd, line)
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_journal(path: Path) -> int:
+    """Open a journal to append whole lines to it; a line that a kill or a full disk tore is ended
+    first, or the next one would be lost with it.
+
+    Returns:
+        A descriptor, closed by the caller.
+
+    Raises:
+        OSError: as for :func:`append_entry`.
+    """
+    fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes and os.pread(fd, 1, size_bytes - 1) != b"\n":
+            write_all(fd, b"\n")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Raises OSError: there is no room for all of it."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The entries of some lines; torn lines, and those that are no JSON object, are skipped."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            entry = parse_json(line)
+            if isinstance(entry, dict):
+                yield entry

@@ -27,8 +27,14 @@ import msgspec
 from msgspec import Struct
 
 from hydroslurm.coordination.authentication import KEY_BYTES
-from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
-from hydroslurm.core.journal import append_entry, entries_of
+from hydroslurm.core.files import (
+    append_entry,
+    entries_of,
+    open_regular,
+    parse_json,
+    read_regular,
+    write_atomically,
+)
 from hydroslurm.core.rundir import Below, RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.autoscale import AutoscalePolicy

@@ -44,10 +44,9 @@ from hydroslurm.gate.protocol import (
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import device
 from hydroslurm.runtime.children import Children
-from hydroslurm.runtime.device import Drain
+from hydroslurm.runtime.device import Drain, LaunchAhead
 from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.journal import RankJournal, Recorder
-from hydroslurm.runtime.launch_ahead import LaunchAhead
 from hydroslurm.runtime.output import Output
 from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.vacating import Vacating

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import warnings
@@ -44,12 +43,11 @@ from hydroslurm.runtime.child_signals import (
     workers_shielded,
 )
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.runtime.jobstep import jobstep_of
+from hydroslurm.runtime.device import launch_ahead_from
 from hydroslurm.runtime.journal import Identity, RankJournal, StatusWriter, interval_s
-from hydroslurm.runtime.launch_ahead import launch_ahead_from
 from hydroslurm.runtime.standing import Watch
 from hydroslurm.slurm import run_folders
-from hydroslurm.slurm.allocation import Allocation, is_alone
+from hydroslurm.slurm.allocation import is_alone
 from hydroslurm.vacate.policy import VacatePolicy, grace_from
 
 if TYPE_CHECKING:
@@ -189,7 +187,7 @@ def _write_elsewhere(
     *,
     run_dir: str | os.PathLike[str] | None,
 ) -> None:
-    identity, base = _identity(environ, plan), _registry_base(environ)
+    identity, base = Identity.of(environ, plan.killing()), _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
     journal = _journal(identity, folder, environ, live.watch)
     live.write_to(journal)
@@ -237,7 +235,7 @@ def _set_up(
     ranks: int,
 ) -> tuple[Controller, contextlib.ExitStack]:
     """Everything that :func:`install` puts in place, or nothing of it."""
-    identity = _identity(environ, plan)
+    identity = Identity.of(environ, plan.killing())
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
@@ -428,17 +426,6 @@ def _require_torch() -> None:
             f"torch cannot be imported ({error}); hydroslurm pauses between torch's operators. "
             "Install torch>=2.4 into this environment"
         ) from error
-
-
-def _identity(environ: Mapping[str, str], plan: SignalPlan) -> Identity:
-    allocation = Allocation.from_environ(environ)
-    return Identity(
-        rank=World.from_environ(environ).rank,
-        job_id=allocation.job_id if allocation else None,
-        restart_count=allocation.restart_count if allocation else 0,
-        host=socket.gethostname(),
-        jobstep=jobstep_of(environ, plan.killing()),
-    )
 
 
 def _registry_base(environ: Mapping[str, str]) -> Path | None:

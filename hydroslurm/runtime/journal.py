@@ -8,15 +8,18 @@ reads it.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.coordination.world import World
 from hydroslurm.core.events import Event, EventKind, EventLog, clocks
 from hydroslurm.core.files import open_regular, write_atomically
+from hydroslurm.core.proc import status_of
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import (
     LIMIT_BYTES,
@@ -26,6 +29,8 @@ from hydroslurm.core.status import (
     load_status,
 )
 from hydroslurm.gate.protocol import GateEvent
+from hydroslurm.runtime.autoload import is_asked
+from hydroslurm.slurm.allocation import Allocation
 
 HEARTBEAT_ENV = "HYDROSLURM_HEARTBEAT_S"
 """Seconds between two heartbeats; 0 for none."""
@@ -35,6 +40,8 @@ LEAST_EVERY_S = 0.1
 _SETTLE_S = 0.0005
 """A change is written so much later: events that come together are written once."""
 _RETRY_S = 1.0
+_DAEMON = "slurmstepd"
+_MOST_ANCESTORS = 64
 
 
 def interval_s(environ: Mapping[str, str]) -> float:
@@ -51,14 +58,32 @@ def interval_s(environ: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes the events."""
+    """Who writes the events.
+
+    Attributes:
+        jobstep: for commands that signal the job step from outside. ``scancel`` signals job steps,
+            never single processes, and the login node cannot see /proc of a compute node. So each
+            rank looks once, and reports which task of how many it belongs to, and which processes
+            between it and slurmstepd a signal would kill. Empty outside of a job.
+    """
 
     rank: int
     job_id: int | None
     restart_count: int
     host: str
     jobstep: Mapping[str, object] = field(default_factory=dict)
-    """For the ``installed`` event; see :mod:`hydroslurm.runtime.jobstep`."""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], signals: Collection[int]) -> Identity:
+        """Of this process. ``signals``: those whose default action kills."""
+        allocation = Allocation.from_environ(environ)
+        return cls(
+            rank=World.from_environ(environ).rank,
+            job_id=allocation.job_id if allocation else None,
+            restart_count=allocation.restart_count if allocation else 0,
+            host=socket.gethostname(),
+            jobstep=_jobstep(allocation, environ, signals) if allocation else {},
+        )
 
 
 class RankJournal:
@@ -308,3 +333,56 @@ def _sender(seen: GateEvent) -> dict[str, object]:
 
 def _operator(seen: GateEvent) -> dict[str, object]:
     return {"operator": seen.text, "phase": seen.phase.name.lower(), "tid": seen.tid}
+
+
+# --- of a job step
+# --------------------------------------------------------------------------------------------------
+
+
+def _jobstep(
+    allocation: Allocation, environ: Mapping[str, str], signals: Collection[int]
+) -> dict[str, object]:
+    """Fields for the ``installed`` event.
+
+    ``node_name``: Slurm's. ``step_id``: None for a process of the batch shell. ``task`` of
+    ``step_tasks``. ``held``: tasks that are not installed yet survive ``signals`` too. ``deaf``:
+    ancestors that would not.
+    """
+    node = environ.get("SLURMD_NODENAME")
+    if allocation.step_id is None:
+        return {"node_name": node, "step_id": None}
+    # below torchrun or an agent RANK counts the ranks, and these the tasks
+    return {
+        "node_name": node,
+        "step_id": allocation.step_id,
+        "task": allocation.rank,
+        "step_tasks": allocation.world_size,
+        "held": is_asked(environ),
+        "deaf": _deaf_ancestors(signals),
+    }
+
+
+def _deaf_ancestors(signals: Collection[int]) -> list[str]:
+    """The processes between this one and slurmstepd that one of the signals would kill; none if
+    slurmstepd is not above us, for then Slurm does not signal them."""
+    found: list[str] = []
+    pid = "self"
+    for _ in range(_MOST_ANCESTORS):
+        try:
+            status = status_of(pid)
+        except OSError:
+            return []
+        if status["Name"] == _DAEMON:
+            return found
+        if pid != "self" and _would_die(status, signals):
+            found.append(f"{status['Name']} (pid {pid})")
+        pid = status["PPid"]
+    return []
+
+
+def _would_die(status: Mapping[str, str], signals: Collection[int]) -> bool:
+    """A blocked signal kills nobody: it waits for the program that the process becomes."""
+    safe = 0
+    for mask in ("SigBlk", "SigIgn", "SigCgt"):
+        safe |= int(status.get(mask, "0"), 16)
+    return any(not safe >> (signo - 1) & 1 for signo in signals)

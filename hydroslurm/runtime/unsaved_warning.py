@@ -70,7 +70,7 @@ def watch(
 def _what_is_lost(job_id: int, environ: Mapping[str, str]) -> str | None:
     from hydroslurm.slurm.client import open_client  # every start would pay for it
     from hydroslurm.slurm.policy import Policies
-    from hydroslurm.slurm.refusals import RetryPolicy
+    from hydroslurm.slurm.programs import RetryPolicy
 
     retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
     client = open_client(environ=environ, retry_policy=retry_policy)

@@ -17,7 +17,7 @@ from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm import pyslurm_backend
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config, find_slurm_conf
-from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 __all__ = [

@@ -18,10 +18,15 @@ from hydroslurm.errors import (
     UsageError,
     WrongJobState,
 )
-from hydroslurm.slurm import listings, refusals, scontrol_text
+from hydroslurm.slurm import listings, scontrol_text
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.programs import Programs, checked_job_id
-from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.programs import (
+    ALREADY_PENDING,
+    Programs,
+    RetryPolicy,
+    checked_job_id,
+    says_nothing,
+)
 from hydroslurm.slurm.values import Element, Job, JobState, Partition, Qos
 
 
@@ -305,7 +310,7 @@ class SlurmClient:
             try:
                 self._run(program, *arguments, silent=True)
             except WrongJobState as error:
-                if not (pending_is_success and refusals.ALREADY_PENDING in str(error)):
+                if not (pending_is_success and ALREADY_PENDING in str(error)):
                     raise
             except SlurmTimeout as error:
                 # with MessageTimeout=30 scontrol itself looks for an absent controller for 58 s; a
@@ -314,7 +319,7 @@ class SlurmClient:
                     raise ControllerUnreachable(str(error)) from error
                 raise
             except SlurmError as error:
-                if not refusals.says_nothing(error):
+                if not says_nothing(error):
                     raise
                 # raises NoSuchJob or ControllerUnreachable when that was the cause
                 self._run("scontrol", "show", "job", str(job.id.number))

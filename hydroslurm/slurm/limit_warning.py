@@ -14,7 +14,7 @@ from hydroslurm.core.signals import signal_number
 from hydroslurm.errors import SlurmError, UsageError
 from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import StopReason
-from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.stops import USUAL_WARNING_S, Stop, why_stopped
 from hydroslurm.slurm.values import Job, JobState
 

@@ -23,12 +23,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from hydroslurm.errors import NoSuchJob, NotPermitted, WrongJobState
-from hydroslurm.slurm import refusals, text
+from hydroslurm.slurm import text
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.job_fields import job_of_fields, minutes_s, number
-from hydroslurm.slurm.programs import checked_job_id
-from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.programs import RetryPolicy, checked_job_id, refusal
 from hydroslurm.slurm.values import Job, Partition
 
 Result = TypeVar("Result")
@@ -144,7 +143,7 @@ class PyslurmClient(SlurmClient):
         try:
             return call()
         except self._pyslurm.RPCError as error:
-            answer = refusals.refusal(str(error), doing=doing)
+            answer = refusal(str(error), doing=doing)
             if isinstance(answer, NoSuchJob | NotPermitted | WrongJobState):
                 raise answer from error
             give_up(f"{doing}: {error}")

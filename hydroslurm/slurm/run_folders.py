@@ -405,7 +405,7 @@ def _warn(text: str) -> None:
 
 def _ask(job_id: int, environ: Mapping[str, str]) -> Job:
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.slurm.refusals import RetryPolicy
+    from hydroslurm.slurm.programs import RetryPolicy
 
     retry_policy = RetryPolicy(call_timeout_s=_ANSWER_S, give_up_after_s=0.0)
     return open_client(environ=environ, retry_policy=retry_policy).job(job_id)

@@ -25,7 +25,7 @@ from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, StopReason, read_policies
-from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
 IN_GRACE = RetryPolicy(

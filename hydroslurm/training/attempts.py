@@ -32,8 +32,7 @@ from hydroslurm.core.decoding import Count, Text, decode
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import at_end
 from hydroslurm.core.fence import Fence
-from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
-from hydroslurm.core.journal import append_entry
+from hydroslurm.core.files import append_entry, parse_json, read_end, read_regular, write_atomically
 from hydroslurm.core.rundir import (
     ATTEMPT_ENV,
     ATTEMPTS_ENV,

@@ -42,7 +42,7 @@ from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.limit_warning import requested_warnings
 from hydroslurm.slurm.policy import Policies, SitePolicy, StopReason, read_policies
-from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.run_folders import others_of_job
 from hydroslurm.slurm.stops import (
     IN_GRACE,

@@ -15,9 +15,9 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hydroslurm.coordination.agreement_state import Agreements
 from hydroslurm.coordination.agreements import values_of
 from hydroslurm.coordination.messages import ranks_of, runs_of
+from hydroslurm.coordination.state import Agreements
 from hydroslurm.errors import AgreementFailed, CoordinatorLost
 
 LIMIT_S = 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core.events import Event, EventKind, EventLog, read_events
-from hydroslurm.core.journal import append_entry, entries_of
+from hydroslurm.core.files import append_entry, entries_of
 from hydroslurm.elastic.coordinator import restored
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.jobs.supervisor.attempts import Attempts

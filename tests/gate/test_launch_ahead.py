@@ -11,7 +11,7 @@ import pytest
 
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.compiler import compile_library, installed_torch
-from hydroslurm.runtime.launch_ahead import launch_ahead_from
+from hydroslurm.runtime.device import launch_ahead_from
 
 SCRIPT = """
 import ctypes, sys, threading, torch

@@ -24,8 +24,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.slurm import config
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
-from hydroslurm.slurm.programs import sbatch
-from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.programs import RetryPolicy, sbatch
 
 RECORDED = Path(__file__).parent / "recorded"
 KILL = "scancel: error: Kill job error on job id"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hydroslurm.coordination.agreement_state import Agreements
 from hydroslurm.coordination.agreements import values_of
 from hydroslurm.coordination.frames import pack
 from hydroslurm.coordination.messages import Outbox
+from hydroslurm.coordination.state import Agreements
 from hydroslurm.errors import AgreementFailed, VacateError
 from hydroslurm.vacate.cuda_checkpoint import DeviceState
 from hydroslurm.vacate.round import Limits, Outcome, VacateRound

@@ -26,8 +26,7 @@ import msgspec
 
 from hydroslurm.core.decoding import Seconds, decode
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.files import read_end, read_regular, write_atomically
-from hydroslurm.core.journal import append_entry, entries_of
+from hydroslurm.core.files import append_entry, entries_of, read_end, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.conditions import FORMAT
 from hydroslurm.jobs.supervisor.exit_policy import (

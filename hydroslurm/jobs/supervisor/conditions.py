@@ -17,8 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from hydroslurm.core.files import read_end
-from hydroslurm.core.journal import append_entry, entries_of
+from hydroslurm.core.files import append_entry, entries_of, read_end
 from hydroslurm.errors import RunFolderError
 
 ConditionType = Literal[
