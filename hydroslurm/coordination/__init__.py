@@ -7,7 +7,7 @@ authentication  how a rank and the coordinator prove that they know it
 rendezvous      starting the coordinator; torch's own rendezvous
 server          accepts, authenticates, reads and writes; peers are its connections
 coordinator     a small process beside rank 0 that every rank is connected to
-state           what it knows and answers (pure); agreement_state and pause_state are its parts
+state           what it knows and answers, and pause_state, a part of it (pure)
 channel         a rank's connection to it
 frames          how messages travel, sealed
 messages        which there are, and their forms

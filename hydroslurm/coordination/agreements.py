@@ -31,12 +31,12 @@ class _Pending:
 class PendingAgreements:
     """Requested by any thread, resolved by the channel's thread.
 
-    An operation of several agreements (``save/3/open``, ``save/3/commit``) that was started at a
-    coordinator that is gone is over for all: a rank that has noticed will not take part in the
-    rest, and one that has not must not wait for it there.
+    If the coordinator dies, every operation of several agreements (``save/3/open``,
+    ``save/3/commit``) that began with it is aborted on all ranks: a rank that has noticed takes no
+    further part, and one that has not must not wait for it.
 
     Attributes:
-        cut_off: operations that this rank had started at coordinators that are gone.
+        cut_off: aborted operations: this rank began them with coordinators that are gone.
     """
 
     def __init__(

@@ -23,9 +23,10 @@ from hydroslurm.errors import CoordinatorLost, StaleRank, UntrustedFile
 from hydroslurm.slurm.munge import MungeError
 
 CONNECT_S = 20.0
-"""For all candidates together: 2 s each way make 12 with ARP. A silent listener costs no more."""
+"""Time-out for all candidates together. With a latency of 2 s each way ARP takes 12 s; a silent
+listener costs no more."""
 WELCOME_S = 60.0
-"""A coordinator that thousands join at once takes a while."""
+"""Time-out for the first answer: thousands of ranks may join at once."""
 RETRY_S = 0.2
 _READ_BYTES = 1 << 18
 

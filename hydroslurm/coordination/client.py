@@ -33,9 +33,9 @@ JOIN_S = 600.0
 """How long a rank looks for the others: nodes boot, containers are fetched, imports go over a slow
 file system."""
 REJOIN_S = 20.0
-"""The same for a coordinator that replaces one that was killed."""
+"""The same for the replacement of a killed coordinator."""
 WOKEN_LATE_S = 2.0
-"""A wait that ends so much later than asked was one in which this process was stopped."""
+"""A wait that ends this late means that this process was stopped meanwhile."""
 
 
 class CoordinatorClient:

@@ -45,11 +45,11 @@ from hydroslurm.coordination.server import (
 from hydroslurm.coordination.state import CoordinatorState
 
 ALIKE_BYTES = 512
-"""Of a body that may be what thousands of ranks send alike."""
+"""Longest body that is cached: thousands of ranks may send the same."""
 LINGER_S = 10.0
 """With no rank connected, how long to wait for ranks that are still to come, or to come back."""
 NEWS_S = 0.25
-"""Between two announcements of ranks that are gone: so many may go one after the other."""
+"""Between two announcements of ranks that are gone: many may go one after the other."""
 
 
 @dataclass(frozen=True)

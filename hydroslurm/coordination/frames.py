@@ -17,9 +17,9 @@ from typing import Any
 from hydroslurm.core.files import parse_json
 
 LIMIT_BYTES = 64 << 20
-"""Of one message."""
+"""Longest message."""
 LIMIT_ITEMS = 1 << 20
-"""Of the values in one message: bounds what a short text can become in memory."""
+"""Most values in a message: bounds the memory that a short text can take."""
 LIMIT_DEPTH = 32
 MAC_BYTES = 16
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the coordinator starts sooner without it
     from hydroslurm.coordination.world import World
 
 LOOK_UP_S = 30.0
-"""How long to retry a name server that does not answer; booting nodes have none yet."""
+"""Time for retrying a name server that does not answer; booting nodes have none yet."""
 
 
 def set_master_addr(world: World, environ: MutableMapping[str, str]) -> World:

@@ -28,7 +28,7 @@ AGREE_S = 1.5
 Slurm's SIGSTOP comes 2 s after SIGTSTP."""
 
 RECHECK_S = 0.05
-"""How soon to look again at a gate that has not come to rest, in case its event was missed."""
+"""When to check a gate again that has not come to rest, in case its event was missed."""
 
 Emit = Callable[[EventKind, Mapping[str, object]], None]
 

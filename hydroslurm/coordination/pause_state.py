@@ -28,9 +28,9 @@ from typing import Any
 from hydroslurm.coordination.messages import Message, Outbox, Runs
 
 MAX_ROUNDS = 400
-"""Then the pause is reported with collectives in flight: the suspend grace is over long before."""
+"""Give up then, and report collectives in flight: the suspend grace is over long before."""
 LONGEST_WAIT_MS = 50
-"""Between two rounds that brought nothing new: a rank may be waiting for its data."""
+"""Longest pause between two rounds without news: a rank may be waiting for its data."""
 SETTLING_ROUNDS = 100
 """How many rounds with equal counts wait for issued collectives to complete."""
 INEXACT_ROUNDS = 3
@@ -38,7 +38,7 @@ INEXACT_ROUNDS = 3
 ranks permanently; later rounds leave them out, which costs more."""
 
 MAX_PAUSING = 16
-"""Ranks with a cause of their own that are named: a job that is suspended has them all."""
+"""Most ranks that are named as pausing: in a suspended job all of them are."""
 
 
 class PauseState:

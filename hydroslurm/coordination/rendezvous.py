@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a task that becomes a rank needs neither end of the connect
     from hydroslurm.coordination.coordinator import CoordinatorOptions
 
 MEET_S = 600.0
-"""As long as ranks look for each other: nodes boot, images are fetched."""
+"""Time for ranks to find each other: nodes boot, images are fetched."""
 
 _store: Any = None
 """Torch's, on the first rank; it ends with this reference."""

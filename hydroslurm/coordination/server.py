@@ -1,4 +1,4 @@
-"""A listener that anybody can connect to, and that serves only those who authenticate.
+"""A listener open to everybody that serves only peers that authenticate.
 
 Until a connection has proved that it belongs to this job step
 (:mod:`hydroslurm.coordination.authentication`) it costs a descriptor and a few kilobytes, for a few
@@ -31,17 +31,17 @@ ACCEPT_AGAIN_S = 0.5
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
 OF_A_PEER = (OSError, BadMessage, BadFrame, GreetingFailed)
-"""What a peer can make go wrong; anything else is a fault of ours."""
+"""Errors that a peer can cause; any other is a fault of ours."""
 ACCEPTS = 64
-"""Connections taken between two looks at those that exist: these must not wait for a flood."""
+"""Connections accepted before the existing ones are served: a flood must not delay them."""
 MAX_UNSENT_BYTES = 256 << 20
-"""Of messages that a rank has not read; a rank that is suspended for days is sent few."""
+"""Most unread messages of a rank; one that is suspended for days is sent few."""
 _READ_BYTES = 1 << 18
 _LONG_BYTES = 1 << 14
 """Longer bodies are sent at once: thousands of peers must not have a copy of each."""
 
 _read_buffer = memoryview(bytearray(_READ_BYTES))
-"""One for all: recv() would map and unmap a quarter of a megabyte for each message."""
+"""Shared: recv() would map and unmap a quarter of a megabyte per message."""
 
 
 class PeerConnection:

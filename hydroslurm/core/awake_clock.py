@@ -1,4 +1,4 @@
-"""A clock to judge others by: it stands still while its own process does."""
+"""A clock for judging other processes: it stands still while this process does."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections.abc import Callable
 
 
 class AwakeClock:
-    """Monotonic seconds in which this process could have heard somebody, or done something.
+    """Monotonic seconds during which this process was able to run.
 
     Linux's monotonic clock runs on while a process is stopped (SIGSTOP, a suspended job, a frozen
-    cgroup) or gets no CPU. A process that wakes up finds that everybody has been silent and that
-    all deadlines are over, where only itself was away. So a gap of more than two periods between
-    two readings counts as one period: starved for good, it is slow, and does not stand.
+    cgroup) or gets no CPU. A process that wakes up finds every peer silent and every deadline past,
+    although only the process itself was away. So a gap of more than two periods between two
+    readings counts as one period. Under permanent starvation the clock is slow; it never stops.
 
     Not thread-safe: it belongs to the loop that reads it.
 
     Attributes:
-        absences: how many such gaps there were. A detector that finds another number than at its
-            last look grants everybody the whole time again: they may have been away as well, and
-            wake up later.
+        absences: number of such gaps. A detector that sees it change gives every peer the whole
+            time again: peers may have been away too, and may wake up later.
     """
 
     def __init__(
         self, period_s: float = 1.0, *, monotonic: Callable[[], float] | None = None
     ) -> None:
-        """``period_s``: it is read at least so often. ``monotonic``: default ``time.monotonic``."""
+        """``period_s``: upper bound between two readings. ``monotonic``: the clock beneath."""
         self.absences = 0
         self._period_s = period_s
         self._monotonic = monotonic or time.monotonic

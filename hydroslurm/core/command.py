@@ -1,5 +1,5 @@
-"""The command line of this process's program: what a training is known by after a requeue, when
-its job step has another number and its processes other ids."""
+"""The command line of this process's program. It identifies a training after a requeue, when the
+numbers of job step and processes have changed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Command:
 
     @classmethod
     def of_this_process(cls) -> Command:
-        """Of the program that multiprocessing or joblib has started this worker for, if any."""
+        """This process's, or, for a worker of multiprocessing or joblib, its parent's."""
         words, parent = tuple(sys.orig_argv), os.getppid()
         while _is_worker(words) and parent > 1:
             words, parent = _of_process(parent)

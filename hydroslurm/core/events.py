@@ -42,10 +42,10 @@ def clocks() -> tuple[int, int]:
 
 
 MOST_LINE_BYTES = 64 << 10
-"""No line of ours is longer."""
+"""Upper bound on a line that we write."""
 
 MOST_READ_BYTES = 256 << 20
-"""Of one file, from its end: a million events."""
+"""Read at most the end of a log: about a million events."""
 
 if TYPE_CHECKING:
     Value = Any
@@ -54,7 +54,7 @@ else:
     Value = (
         Scalar | list[Scalar | list[Scalar] | dict[str, Scalar]] | dict[str, Scalar | list[Scalar]]
     )
-"""Of the data: no deeper, since whoever prints it goes down."""
+"""JSON of bounded depth, because printing recurses."""
 
 
 class EventKind(str, Enum):
@@ -160,7 +160,7 @@ class Event:
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
         """Read one line, which anybody may have written. Everything behind may trust the types of
-        what it returns, and the fields of ``data`` that :class:`_Known` names where they are there.
+        what it returns, including the fields of ``data`` that :class:`_Known` names.
 
         Raises:
             ValueError: not JSON, not an event, of another schema or of an unknown kind.
@@ -174,8 +174,8 @@ Counts = dict[str, Count]
 
 
 class _Known(TypedDict, total=False):
-    """What those fields are that a reader calculates with. They mean the same in every kind of
-    event; one that is absent was not told."""
+    """Types of the fields that readers calculate with, the same in every kind of event. All are
+    optional."""
 
     asked_by: Counts
     causes: list[str]
@@ -271,8 +271,8 @@ class EventLog:
 
 
 def _line(event: Event) -> bytes:
-    """As it is written. Of one that no reader would take, the texts are cut, and what is longer is
-    left out."""
+    """Encode an event. Where the line would be too long for readers, cut its texts and leave its
+    lists out."""
     line = event.to_json().encode() + b"\n"
     if len(line) > MOST_LINE_BYTES:
         data = {
@@ -285,7 +285,7 @@ def _line(event: Event) -> bytes:
 
 
 _CUT = 1000
-"""Characters of a text, each up to 12 bytes, in an event that is too long."""
+"""Characters, of up to 12 bytes each, to which the texts of a long event are cut."""
 
 
 def read_events(

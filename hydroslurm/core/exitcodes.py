@@ -1,4 +1,4 @@
-"""The exit statuses that mean something to a batch script, and the way out with them."""
+"""Exit statuses that mean something to a batch script, and hooks at the process's exit."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _status: Any = None
 
 
 def leaves_with(status: Any) -> None:
-    """The process is about to end with this status, unless somebody catches that."""
+    """Note the status with which the process is about to end, unless the exit is caught."""
     global _status
     _status = status
 
 
 def left_with() -> Any:
-    """The status that was told last; None before the first."""
+    """The status that was noted last; None if none was."""
     return _status
 
 
@@ -50,7 +50,7 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-# --- what is done as the process exits
+# --- calls at the exit
 
 _calls: list[tuple[int, Callable[[str], None]]] = []
 _exit = sys.exit

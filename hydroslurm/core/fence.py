@@ -33,17 +33,17 @@ from hydroslurm.errors import RunFolderError, StaleAttempt
 
 LIMIT_BYTES = 64 * 1024
 _CLOCK_CHANGE_S = 2.0
-"""How far the clock may have been set since a process has said when it was started."""
+"""Tolerated change of the clock since a process recorded its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One attempt, as it says of itself.
+    """How an attempt identifies itself.
 
     Attributes:
-        token: random; what makes it this very attempt.
-        since_epoch_ns: when it was claimed.
-        began_epoch_s: when the process that did so was started.
+        token: random; no two attempts have the same.
+        since_epoch_ns: time of the claim.
+        began_epoch_s: start of the claiming process.
         cluster, job_id, restart_count: Slurm's; "", 0 and 0 outside of a job.
         host, pid: of that process.
         script, command: of its :class:`~hydroslurm.core.command.Command`, ``stable`` of it; "" for
@@ -205,11 +205,11 @@ class Fence:
 
 
 def process_began_epoch_s(pid: int | None = None) -> float:
-    """When this process, or another one, was started: before whatever it waits for, or hangs in.
+    """When a process, by default this one, was started.
 
     Raises:
-        OSError: there is none of that number here.
-        ProcessLookupError: it has ended, and is not waited for.
+        OSError: there is no such process.
+        ProcessLookupError: it is a zombie.
     """
     stat = stat_of(pid or "self")
     if stat[STATE] in "ZX":

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_DEPTH = 64
-"""Of lists and objects inside each other; what we write ourselves stays below ten."""
+"""Upper bound on nesting; what we write stays below ten."""
 
 MOST_LINE_BYTES = 1 << 20
-"""Of a file that is followed by :func:`new_lines`."""
+"""Longest line that :func:`new_lines` returns whole."""
 
 MOST_JSON_BYTES = 1 << 30
-"""Of one text; its readers have lower limits for what they read."""
+"""Longest JSON text; readers set lower limits."""
 
 _CHUNK_BYTES = 1 << 20
 _FIRST_BYTES = 16 << 10
-"""Nearly all small files are shorter."""
+"""Size of the first read: nearly all small files are shorter."""
 
 
 def open_regular(
@@ -196,7 +196,7 @@ def fsync_folder(folder: Path) -> None:
 
 def fsync_together(paths: Iterable[Path]) -> None:
     """Make files and folders survive a crash of the machine, side by side: a file system writes its
-    journal once for all that wait at that moment. For those that nobody relies on before.
+    journal once for all waiters. For files that nobody relies on yet.
 
     Raises:
         OSError: one of them cannot be opened or synced.

@@ -1,4 +1,4 @@
-"""The collector of cycles, kept away from work that makes many objects and no cycle."""
+"""Pausing Python's cycle collector during work that makes many objects and no cycles."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Without the collector of cycles, which is woken by the number of new objects and walks over
-    all that a process has. A save or a load makes ten objects for every tensor: walking takes
-    longer than to copy 5,000 small tensors. A look at a thousand jobs makes a hundred thousand, and
-    walking takes 10 to 30 % of it. Not for longer than Python works on these objects."""
+    """Pause the cycle collector, which the number of new objects triggers, and which walks over
+    every object of the process. A save or a load makes ten objects per tensor: with 5,000 small
+    tensors walking takes longer than copying. Listing a thousand jobs makes a hundred thousand, and
+    walking takes 10 to 30 % of the time. Use it around pure Python work only."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The command of a process of ours that is started in a folder of the user's."""
+"""The command line of our own child processes, safe in the user's working directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Linux tells of itself and its processes in /proc, and whom prctl(2) ties a process to."""
+"""Reading /proc, and prctl(2): a process's orphans, and its death with its parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stat_of(pid: int | str) -> list[str]:
 
 
 def environ_of(pid: int | str) -> dict[str, str]:
-    """What the program of a process was started with; empty for one that has emptied it.
+    """The environment that a process was started with; empty for one that has cleared it.
 
     Raises:
         OSError: there is no such process, or it is another user's.
@@ -47,7 +47,7 @@ def boot_id() -> str:
 
 
 def pids() -> list[int]:
-    """All processes that there are, of all users."""
+    """The ids of all processes, of all users."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208 - faster
 
 

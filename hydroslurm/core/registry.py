@@ -1,4 +1,4 @@
-"""Where a process can be found: one small file per pausable process of this user on this machine.
+"""The registry of pausable processes: one small file per process of this user on this machine.
 
 A client that knows only a pid (``hydroslurm pause --pid N``) reads from it which signals the
 process listens to and where it writes its events and its status. The file says
@@ -33,7 +33,7 @@ from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
 _LIMIT_BYTES = 1 << 16
-"""Of an entry: a path, and some numbers."""
+"""Longest entry: a path, and some numbers."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def folder(environ: Mapping[str, str]) -> Path:
 
 
 def places(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Where a process with this environment may have announced itself; nothing is made."""
+    """The folders where a process with this environment may have announced itself. Creates
+    nothing."""
     runtime, home = (environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "HOME"))
     temporary = [environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
     found = [

@@ -1,4 +1,4 @@
-"""The only place that spells a path inside a run folder.
+"""The only module that spells paths inside a run folder.
 
 <run folder>/
   job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
@@ -124,11 +124,11 @@ class RunDir:
     figures_json = Below("report/figures.json")
 
     def srun_log(self, attempt: int) -> Path:
-        """What srun says of one attempt."""
+        """srun's own output in one attempt."""
         return self.logs / f"srun-{attempt:06d}.log"
 
     def task_log(self, task: int) -> Path:
-        """What one task of a TrainingJob prints, in all its attempts."""
+        """Output of one task of a TrainingJob, over all attempts."""
         return self.logs / f"task-{task}.log"
 
     def from_epoch(self, epoch: int) -> RunDir:
@@ -145,7 +145,7 @@ class RunDir:
         return self.root / f"start-{restart_count}{number}.json"
 
     def fused(self, rank: int) -> Path:
-        """What optimize_modules() has chosen on this rank."""
+        """The choices of optimize_modules() on this rank."""
         return self.root / "fused" / f"rank-{rank:05d}.json"
 
     def rank_events(self, rank: int) -> Path:
@@ -180,7 +180,7 @@ class RunDir:
         return dict(sorted(found.items()))
 
     def told(self, job_id: int) -> Path:
-        """There when a job was told what a preemption would cost it."""
+        """Exists once a job was warned of what a preemption would cost."""
         return self.events / f"told-{job_id}"
 
     def agent_events(self, node: int) -> Path:
@@ -274,8 +274,8 @@ def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:
 
 
 def _last_line(comment: str) -> str:
-    """Anybody's comment may have thousands of places where a name could begin. In its last line the
-    first of them reaches the end, so that the search takes one pass."""
+    """A hostile comment may have thousands of places where a name could begin. Within the last line
+    the first of them reaches the end, so the search takes one pass."""
     return comment.removesuffix("\n").rpartition("\n")[2]
 
 
@@ -290,9 +290,8 @@ def comment_for(run_dir: RunDir) -> str:
 
 
 def comment_for_members(run_dir: RunDir) -> str:
-    """The comment of the array elements that are members of an elastic run. For whoever does not
-    know it they are jobs without a run folder, to which no verb does anything: the others of the
-    run would wait for one that is paused."""
+    """The job comment of an elastic run's members. Verbs that do not know it see jobs without a run
+    folder and leave them alone: if one member were paused, the others would wait for it."""
     return f"hydroslurm-member:{run_dir.root}"
 
 
@@ -303,7 +302,8 @@ def elastic_run_of(comment: str) -> RunDir | None:
 
 
 def variables_of(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What names this run folder to the ranks of this job, and to no job that they submit."""
+    """The variables that name this run folder to the ranks of this job, but not to jobs that they
+    submit."""
     return {RUN_DIR_ENV: str(root), RUN_OF_ENV: f"{environ.get('SLURM_JOB_ID', '')}:{root}"}
 
 

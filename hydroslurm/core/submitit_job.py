@@ -1,7 +1,7 @@
 """Whether this job is one of submitit's.
 
-submitit says so in variables, and what a job of its submits inherits them: sbatch exports the whole
-environment. That inner job is another one, with signals of its own.
+submitit says so in variables. A job that is submitted from such a job inherits them, because
+sbatch exports the whole environment, although it is none of submitit's and has its own signals.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def is_trusted(path: Path, *, shared: bool = False) -> bool:
 
 
 def _is_declared_safe(path: Path) -> bool:
-    """For file systems that keep no owners (CIFS, all_squash), and for those who share on purpose.
-    What links lead out of such a folder is not in it."""
+    """For file systems that keep no owners (CIFS, all_squash), and for people who share on purpose.
+    Symlinks that leave such a folder are not trusted."""
     named = os.environ.get(SAFE_ENV, "").split(os.pathsep)
     return any(_real(path).is_relative_to(_real(Path(one))) for one in named if one[:1] == "/")
 

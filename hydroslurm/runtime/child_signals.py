@@ -1,4 +1,4 @@
-"""Keep the rank's signals from killing the processes that it starts.
+"""Keep the rank's signals from killing its child processes.
 
 Under proctrack/linuxproc, and with ``scancel --full``, every process of a job step receives the
 signal that is meant for the rank.

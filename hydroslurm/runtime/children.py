@@ -26,7 +26,7 @@ from hydroslurm.core.proc import PARENT, STATE, stat_of
 from hydroslurm.runtime.child_signals import is_loader_worker
 
 _CONTINUE = 'while read -r pid; do pids="$pids $pid"; done; kill -CONT $pids'
-"""Continue the processes whose numbers come, one a line, once nobody is left to write another."""
+"""Read process ids, one a line, and continue those processes once the pipe's writers are gone."""
 
 _pipes: set[int] = set()
 

@@ -1,13 +1,13 @@
-"""Handlers that other code puts over ours while we are installed: every two seconds they are looked
-for, taken back, and named in one line.
+"""Take signals back from code that replaces our handlers. Checked every two seconds; each case is
+reported in one line.
 
-A handler in Python is called after ours from then on, as if it had been there before us; not if a
-``Run`` has claimed the signal, for then the Run handles the stop. One of C code
-(``faulthandler.register``) is not called any more. What was only saved and restored (Lightning does
-it with every signal) leads to ours: Python shows such handlers (:mod:`hydroslurm.gate.handlers`).
+A Python handler is then called after ours, as if it had been there before us, unless a ``Run`` has
+claimed the signal and handles the stop itself. A handler in C (``faulthandler.register``) is not
+called any more. Handlers that were only saved and restored, as Lightning does with every signal,
+lead to ours anyway (:mod:`hydroslurm.gate.handlers`).
 
 Runs in the controller's thread, also while the main thread is held. So it takes no lock of another
-thread: the lines go to stderr's descriptor.
+thread, and writes to stderr's descriptor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""stdout and stderr of a process that answers for its stops.
+"""Keep stdout and stderr from failing during a stop.
 
 The signal that stops a rank also ends the ``tee`` that reads its output, and the next ``print``
 would raise BrokenPipeError before the state is saved. So once a stop is requested, output that

@@ -1,12 +1,13 @@
-"""What a rank says beside its step: how soon a step comes to its first collective; and in a
-restarted generation, whether anything moves, and where it stands.
+"""Progress probe of a rank: how soon a step reaches its first collective, and, in a restarted
+generation, whether the rank moves and where its main thread is.
 
-The first tells a slow rank, for whom all wait there. One step per heartbeat is watched, by the
-native gate's trace: a callback at each operator. The safe points of all others read one flag.
+The first reveals a slow rank, for which all others wait in that collective. One step per heartbeat
+is watched by the native gate's trace, a callback at each operator. At all other safe points the
+probe costs one read of a flag.
 
-The second its agent compares with what the other ranks say, to tell the one that they wait for; see
-:mod:`hydroslurm.jobs.agent.progress`. The training pays nothing: the controller's thread reads one
-number of torch's with each heartbeat, and looks at the stack of the main thread only when that has
+The agent compares the second over its ranks to find the one that the others wait for; see
+:mod:`hydroslurm.jobs.agent.progress`. It costs the training nothing: at each heartbeat the
+controller's thread reads one counter of torch's, and the stack of the main thread only if that has
 not changed.
 """
 
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 KEPT, LEAST = 7, 3
-"""Samples whose median is told, and how many there must be: a step that waited for its data, or
-that saved, counts for nothing."""
+"""Samples of which the median is reported, and how many it takes: steps that waited for data or
+saved are outliers."""
 _OF_ONE_RANK = ("c10d::broadcast_", "c10d::send", "c10d::recv_", "c10d::recv_any_source_")
-"""They wait for one other rank; DDP begins each forward with a broadcast of its buffers."""
+"""Operators that wait for one other rank only; DDP begins each forward with a broadcast of its
+buffers."""
 
 
 class Watch:
@@ -49,7 +51,7 @@ class Watch:
     def __init__(
         self, environ: Mapping[str, str], *, gate: Gate | None = None, ranks: int = 1
     ) -> None:
-        """Only below an agent that starts its ranks anew is anybody interested in where they stand.
+        """Where the main thread is matters only below an agent that restarts its ranks.
 
         Args:
             gate: with which steps are watched, where it is native.
@@ -119,8 +121,8 @@ class Watch:
 
 
 def place_of_main_thread() -> str:
-    """``train.py:41 in evaluate``: the innermost line that is not of a library, for that is what
-    the reader has written; the innermost at all where all are."""
+    """``train.py:41 in evaluate``: the innermost frame outside of libraries, since that is the
+    reader's own code; the innermost frame where there is no other."""
     main = threading.main_thread().ident
     innermost = frame = sys._current_frames().get(main) if main is not None else None
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

@@ -1,5 +1,5 @@
-"""One line of warning for a script that would lose work: it trains where jobs are preempted, and
-nothing in it saves when the job is stopped.
+"""Warn a script that would lose work: it trains where preemption stops jobs, and saves nothing when
+that happens.
 
 The first rank of a job checks, once per job, when an optimizer has changed parameters several
 times: a script with a ``Run`` makes it before, however long it imports. The check asks slurmctld in
@@ -32,8 +32,8 @@ CHECK_S = 2.0
 UPDATES = 3
 """Checks that have to find parameters changed: initializing and loading changes them, too."""
 QUIET = 30
-"""Checks, one after the other, with an optimizer that changes nothing and no module that is new:
-such a script does not import what it makes its Run of."""
+"""Consecutive checks in which an optimizer changed nothing and no module was imported: such a
+script is not on its way to making a Run."""
 SPREAD_S = 5.0
 """The jobs of an array must not all ask in one second."""
 ANSWER_S = 10.0

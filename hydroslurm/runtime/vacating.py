@@ -1,8 +1,8 @@
-"""A pause that also moves the device's memory away: when it begins, and what ends it.
+"""Vacating during a pause: when device memory is moved to the host, and when it is moved back.
 
-One thread per vacated pause. It adds the cause ``vacated`` to the gate's, so that nothing opens the
-gate before the memory is back: neither the resume, nor a stop. It is never held at the gate, takes
-no lock of the training's and imports nothing, for the thread that holds the lock may be parked.
+Each vacated pause has a thread. It adds the cause ``vacated``, so that neither a resume nor a stop
+opens the gate before the memory is back. The thread is never held at the gate, takes none of the
+training's locks and imports nothing, because a parked thread may hold the lock.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class Vacating:
             self._gate.request(Action.RESUME, Cause.VACATED)
 
     def _not_vacated(self, data: Mapping[str, object]) -> None:
-        """Say so, as the last line of this: who reads it may ask for a resume at once, and must not
-        take for its answer that our cause has gone."""
+        """Log this last: a reader may resume at once, and must not mistake the removal of our own
+        cause for the answer."""
         self._let_open()
         self._cause_is_gone.wait(_TOLD_S)
         self._emit(EventKind.NOT_VACATED, data)
@@ -245,7 +245,7 @@ class Vacating:
             if away.lost:
                 self._warn(_lost_message(away))
             return
-        # as of _not_vacated(): a resume that is asked for now must not find our cause behind it
+        # as in _not_vacated(): our cause must be in the log before a resume can follow
         self._cause_is_there.wait(_TOLD_S)
         self._emit(EventKind.VACATED, data)
         while not self._over.wait(_POLL_S) and self._is_paused():
@@ -315,7 +315,7 @@ def open_device() -> CudaCheckpoint | None:
 
 
 _NO_DEVICE: Any = None
-"""Of a rank without a device: it takes part, and its refusal ends the round before any call."""
+"""Stands for the device of a rank without one, whose refusal ends the round before any call."""
 
 
 def _told(outcome: Outcome) -> dict[str, Any]:

@@ -40,7 +40,7 @@ QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "Preempt", "PreemptExemptTime"
 """The columns of sacctmgr that ``read_qoses`` reads, in this order."""
 
 DELIMITER = "\x1f"
-"""Between sacct's columns: a name, a comment or a path may hold any printable delimiter."""
+"""Separates sacct's columns: names, comments and paths may hold any printable delimiter."""
 _TRES_PER = ("job", "node", "socket", "task")
 _FILENAME = re.compile(r"%(\d*)([Aajux])")
 

@@ -1,4 +1,4 @@
-"""What this site does to a preempted job, and how much time each kind of stop leaves.
+"""What this site does to preempted jobs, and how much time each kind of stop leaves.
 
 Every number is a lower bound: a process that finishes by then is in time. Measured on Slurm
 22.05.8, and read in the source of 22.05.8 and 25.11.4, which agree on everything here.

@@ -49,7 +49,7 @@ that job's end and the start of a cluster lie in between."""
 _ANSWER_S = 20.0
 """Slurm's programs give up on an absent controller after 9 to 18 s."""
 _APPEAR_S = 1.0
-"""How late a network file system may show what another rank has written."""
+"""Delay after which a network file system shows what another rank has written."""
 _LOOK_AGAIN_S = 0.1
 _LIMIT_BYTES = 1 << 16
 _STEP_ADDRESS = ("SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_PORT")
@@ -206,7 +206,7 @@ _NOBODY = Owner(cluster="", job_id=0, job_name="", step="", made_epoch_s=0.0)
 
 
 def _numbered(first: RunDir) -> Iterator[RunDir]:
-    """All that there are; the first in any case."""
+    """The existing ones in order; the first even if it does not exist."""
     yield first
     number = 2
     while os.path.lexists((run := first.numbered(number)).job_json):

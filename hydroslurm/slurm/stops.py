@@ -31,7 +31,7 @@ from hydroslurm.slurm.values import Job, JobState
 IN_GRACE = RetryPolicy(
     call_timeout_s=5.0, give_up_after_s=1.5, first_delay_s=0.1, longest_delay_s=0.5
 )
-"""For the client that asks within the grace, where every second is lost to the save."""
+"""For questions within the grace, where every second is taken from the save."""
 USUAL_WARNING_S = 120.0
 """An earlier warning of the time limit is recognized only if ``warning_s`` is given."""
 
