@@ -24,7 +24,7 @@ from processes import cpu_s, wait_until
 from hydroslurm.coordination import channel, client
 from hydroslurm.coordination.authentication import RankGreeting
 from hydroslurm.coordination.client import CoordinatorClient
-from hydroslurm.coordination.frames import MAC_BYTES, BadFrame, Sealer, Unsealer, pack
+from hydroslurm.coordination.frames import MAC_BYTES, Sealer, pack
 from hydroslurm.coordination.messages import check_from_coordinator
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.world import World
@@ -362,6 +362,8 @@ NONSENSE: dict[str, bytes | Callable[[Sealer], bytes]] = {
     # of whoever sits between, and changes a frame
     "changed": lambda sealer: sealer.seal(pack(JOIN))[:-1] + b" ",
     "with another code": lambda sealer: _recoded(sealer.seal(pack(JOIN))),
+    "repeated": lambda sealer: 2 * sealer.seal(pack({**JOIN, "incarnation_id": "refused"})),
+    "of a length that nobody sends": lambda _: b"\xff" * 4 + bytes(MAC_BYTES),
 }
 
 
@@ -382,21 +384,6 @@ def test_nonsense_ends_its_own_connection(nonsense: str, coordinator: tuple[Worl
         other.send(ask_among([[0, 0], [7, 7]]))
         assert other.receive() == []
     assert ask(port, hello(world))[0] == WELCOME
-
-
-def test_a_frame_that_is_repeated_ends_the_connection(coordinator: tuple[World, int]) -> None:
-    """Whoever sits between a rank and the coordinator can cut the connection, and nothing else; a
-    body of a length that nobody sends is not even waited for."""
-    with pytest.raises(BadFrame, match="4294967295 bytes"):
-        Unsealer(KEY).feed(b"\xff" * 4 + bytes(MAC_BYTES))
-    world, port = coordinator
-    with Visitor(port) as visitor:
-        visitor.greet()
-        frame = visitor.sealer.seal(pack(hello(world, rank=9)))
-        visitor.line.sendall(frame)
-        assert visitor.receive()[0]["type"] == "refused"
-        visitor.line.sendall(frame)
-        assert visitor.receive() == []
 
 
 def test_a_fault_of_the_coordinators_own_is_told(
@@ -493,16 +480,6 @@ def test_too_few_descriptors_for_the_ranks_are_said() -> None:
     assert "LimitNOFILE" in done.stderr
 
 
-def test_the_key_stands_in_no_command_line(coordinator: tuple[World, int]) -> None:
-    """Nor does the attempt: a command line can be read by everybody, an environment cannot."""
-    world, port = coordinator
-    command = Path(f"/proc/{coordinator_at(port)}/cmdline").read_bytes().decode()
-    assert KEY.hex() not in command
-    assert world.incarnation_id not in command
-    environ = Path(f"/proc/{coordinator_at(port)}/environ").read_bytes().decode()
-    assert "HYDROSLURM_STEP_KEY" not in environ
-
-
 def squatted() -> tuple[Team, tuple[int, ...], list[socket.socket]]:
     """A team whose candidate ports nobody else has taken, and listeners at all of them but one."""
     while True:
@@ -586,12 +563,16 @@ def test_a_rank_that_has_joined_cannot_come_twice(coordinator: tuple[World, int]
     wait_until(lambda: "have ended" in reason(), "the coordinator to see the end")
 
 
-def test_signals_to_the_job_do_not_end_the_coordinator(coordinator: tuple[World, int]) -> None:
-    """It lives on through everything that a job step gets but SIGKILL."""
+def test_the_process_of_the_coordinator(coordinator: tuple[World, int]) -> None:
+    """It lives on through everything that a job step gets but SIGKILL. Neither the key nor the
+    attempt is in its command line, which everybody can read, nor in its environment."""
     world, port = coordinator
-    pid = coordinator_at(port)
+    process = Path(f"/proc/{coordinator_at(port)}")
+    shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+    for secret in (KEY.hex(), world.incarnation_id, "HYDROSLURM_STEP_KEY"):
+        assert secret.encode() not in shown
     for signo in (signal.SIGTERM, signal.SIGTSTP, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        os.kill(pid, signo)
+        os.kill(coordinator_at(port), signo)
     assert ask(port, hello(world))[0] == WELCOME
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -66,25 +65,6 @@ def test_one_paused_rank_parks_all(model: str, story: Story) -> None:
         told = story.events(rank, EventKind.ALL_PARKED)
         assert [event.data["in_flight"] for event in told] == [0] * 5
         assert not story.events(rank, EventKind.AGREEMENT_FAILED)
-
-
-def test_a_suspend_longer_than_the_time_out(story: Story) -> None:
-    """As Slurm suspends: SIGTSTP to all, SIGSTOP, and SIGCONT after more than the collectives'
-    time-out. Nobody dies of it, and no step is missing."""
-    attempt = story.begin_training(WORLD, timeout_s=2)
-    for rank in range(WORLD):
-        attempt.signal(rank, signal.SIGTSTP)
-    wait_for_parked(story, 1)
-    for rank in range(WORLD):
-        attempt.signal(rank, signal.SIGSTOP)
-    time.sleep(3)  # what is tested is the length of the suspend
-    for rank in range(WORLD):
-        attempt.signal(rank, signal.SIGCONT)
-    story.wait_for_more(6)
-    stop(attempt)
-    for rank in range(WORLD):
-        steps = [step for step, _, _ in story.steps(rank)]
-        assert steps == list(range(len(steps)))
 
 
 def test_a_rank_that_dies_in_a_pause_holds_nobody(story: Story) -> None:

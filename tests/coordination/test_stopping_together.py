@@ -86,21 +86,6 @@ def stop_in_an_epoch(story: Story, world: int, *, rank: int, **options: str) -> 
     assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 2), (2, 4)])
-def test_another_number_of_ranks(first: int, second: int, story: Story) -> None:
-    """A run comes back with fewer or more ranks: every sample of every epoch is seen exactly
-    once."""
-    stop_in_an_epoch(story, first, rank=0)
-    again = story.live(second)
-    assert set(again.codes.values()) == {0}, again.said
-    seen: dict[int, list[int]] = {}
-    for rank in range(max(first, second)):
-        for step, _, samples in story.steps(rank):
-            seen.setdefault(step // 4, []).extend(samples)
-    assert sorted(seen) == [0, 1, 2]
-    assert all(sorted(samples) == list(range(48)) for samples in seen.values())
-
-
 @pytest.mark.parametrize(
     ("kind", "model"), [("run", "ddp"), ("run", "fsdp"), ("job", "ddp"), ("own", "ddp")]
 )

@@ -162,25 +162,6 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
         shown.encode()
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    """A FIFO, a device and a link in the place of a log are errors at once, for readers and for the
-    log itself."""
-    (tmp_path / "target").write_text(Event(EventKind.INSTALLED, 1, 1).to_json() + "\n")
-    os.mkfifo(tmp_path / "fifo.jsonl")
-    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "target")
-    for name in ("fifo", "zero", "link"):
-        path = tmp_path / f"{name}.jsonl"
-        with pytest.raises(OSError, match="where a regular file was expected"):
-            list(read_events(path))
-        log = EventLog(path)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            for number in (1, 2):
-                log.append(Event(EventKind.INSTALLED, number, number))
-        assert ["cannot be written" in str(one.message) for one in warned] == [True]
-
-
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     """An error of torch's may have a megabyte; its event is there, with the beginning of it."""
     log = EventLog(tmp_path / "rank-00000.jsonl")

@@ -98,12 +98,3 @@ def test_entries_are_any_text(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[:2] == ['{"text": "größer"}', '{"text": "\\udc80"}']
     path.write_bytes(path.read_bytes() + b"[1]\nnull\n\n\xff\n")
     assert list(entries_of(path.read_bytes().splitlines())) == [{"text": "größer"}, {"n": 3}]
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    """Nothing is written where a link leads."""
-    (tmp_path / "mine").write_text("")
-    (tmp_path / "journal.jsonl").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match="symbolic link"):
-        append_entry(tmp_path / "journal.jsonl", {})
-    assert (tmp_path / "mine").read_text() == ""
