@@ -507,7 +507,7 @@ class Controller:
             return
 
         def ask() -> None:
-            from hydroslurm.slurm.limit_warning import why_warned  # every start would pay for it
+            from hydroslurm.slurm.stops import why_warned  # every start would pay for it
 
             name, stop = signal_name(signo), None
             with self.gate.exempt():

@@ -11,7 +11,7 @@ from typing import Any
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
-from hydroslurm.slurm.job_fields import job_of_fields, number
+from hydroslurm.slurm.text import job_of_fields, number
 from hydroslurm.slurm.values import Element, Job, Qos
 
 SACCT_FIELDS = (

@@ -26,8 +26,8 @@ from hydroslurm.errors import NoSuchJob, NotPermitted, WrongJobState
 from hydroslurm.slurm import text
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.job_fields import job_of_fields, minutes_s, number
 from hydroslurm.slurm.programs import RetryPolicy, checked_job_id, refusal
+from hydroslurm.slurm.text import job_of_fields, minutes_s, number
 from hydroslurm.slurm.values import Job, Partition
 
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.job_fields import job_of_fields
+from hydroslurm.slurm.text import job_of_fields
 from hydroslurm.slurm.values import Job, Partition
 
 # Fields of `scontrol show job` that stand on a line of their own and may hold anything, "Key=" and

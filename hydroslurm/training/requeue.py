@@ -40,7 +40,6 @@ from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
-from hydroslurm.slurm.limit_warning import requested_warnings
 from hydroslurm.slurm.policy import Policies, SitePolicy, StopReason, read_policies
 from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.run_folders import others_of_job
@@ -48,6 +47,7 @@ from hydroslurm.slurm.stops import (
     IN_GRACE,
     Stop,
     ask_why,
+    requested_warnings,
     requeue,
     why_stopped,
 )

@@ -17,10 +17,10 @@ from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.limit_warning import requested_warnings
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy
 from hydroslurm.slurm.run_folders import run_dirs_of
+from hydroslurm.slurm.stops import requested_warnings
 from hydroslurm.slurm.values import Job, JobState
 from hydroslurm.training.cadence import Cadence
 

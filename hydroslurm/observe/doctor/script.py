@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
-from hydroslurm.slurm.limit_warning import LimitWarning, script_options
+from hydroslurm.slurm.stops import LimitWarning, script_options
 
 # each of these starts the ranks itself, so signals to srun's tasks may not reach them
 _LAUNCHERS = re.compile(

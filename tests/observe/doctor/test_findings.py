@@ -14,8 +14,8 @@ from hydroslurm.observe.doctor.findings import as_json, diagnose, work_would_be_
 from hydroslurm.observe.doctor.gather import last_save, why_untrusted
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.limit_warning import LimitWarning
 from hydroslurm.slurm.policy import StopReason, site_policy
+from hydroslurm.slurm.stops import LimitWarning
 from hydroslurm.slurm.values import Job, JobState, Partition
 from hydroslurm.training.cadence import Cadence
 
