@@ -12,8 +12,8 @@ The credential was made before the coordinator began to listen, so that a strang
 costs it a hash and never a question to munged. The nonces make each proof good for one connection.
 
 A proof is an HMAC-SHA256, under the key, of the sender's name and everything sent before. The keys
-of the frames that follow are derived in the same way, one for each direction. Whoever only relays
-the bytes learns nothing and can change nothing.
+of the frames that follow are derived in the same way, one for each direction. A relay between them
+learns nothing and can change nothing.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class CoordinatorGreeting:
 
 
 def derive(key: bytes, purpose: str) -> bytes:
-    """Another key of 32 bytes, from which nobody can tell the first."""
+    """Derive another key of 32 bytes, which does not reveal the first."""
     return hmac.digest(key, b"derive\0" + purpose.encode(), "sha256")
 
 

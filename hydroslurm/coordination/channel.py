@@ -56,7 +56,8 @@ def find_coordinator(
 ) -> Connection:
     """Connect: ask at all ports until the coordinator of this attempt authenticates.
 
-    Whoever cannot learns nothing. A rank that is to stay calls :func:`join_coordinator` next.
+    A listener that cannot learns nothing. A rank that is to stay calls :func:`join_coordinator`
+    next.
 
     Raises:
         CoordinatorLost: no such coordinator within ``timeout_s``, ``stop()`` returned True, or the

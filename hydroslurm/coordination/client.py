@@ -176,7 +176,7 @@ class CoordinatorClient:
             except Exception as error:  # nobody waits for the result of this thread
                 self._lose(CoordinatorLost(f"{type(error).__name__}: {error}"))
                 return
-            # other ports and another id: nobody is to join what is left of the last one
+            # other ports and another id: no rank may join what is left of the last one
             incarnation_id = f"{self._world.incarnation_id} coordinator {number + 1}"
             world = replace(self._world, incarnation_id=incarnation_id)
 

@@ -1,4 +1,4 @@
-"""The coordinator: a process of its own beside rank 0, to which every rank holds a connection.
+"""The coordinator: a process beside rank 0, to which every rank holds a connection.
 
 It is a process because it has to outlive rank 0: to tell the others that it is gone, and to let a
 survivor finish what was begun. torch's store cannot do this: it does not report a dead rank, does
@@ -164,7 +164,7 @@ class Coordinator(Server):
         self._joined.pop(rank).rank = None
 
     def _announce(self) -> None:
-        """Say who is gone, at once if nobody has gone lately."""
+        """Announce the ranks that are gone: at once, unless others went just before."""
         if self._state.has_news and (now_s := self.clock.now_s()) >= self._news_due_s:
             self._news_due_s = now_s + NEWS_S
             self._send(self._state.announce())

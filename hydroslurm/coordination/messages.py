@@ -3,7 +3,7 @@
 A peer has proved that it belongs to the job, but it may be of another release, or broken, and one
 bad value would end what serves all others. So each message is checked against the form of its type
 before anything reads it; the code behind may rely on the types. The values of an agreement travel
-as JSON texts that the coordinator never reads; whoever asked for them checks them.
+as JSON texts that the coordinator never reads; the rank that receives them checks them.
 
 Lists of ranks travel as runs, ``[[first, last], ...]``: all ranks of a large job are two numbers.
 """

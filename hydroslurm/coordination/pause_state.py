@@ -75,7 +75,7 @@ class PauseState:
         return self._to(present, self._message("hold"))
 
     def resume(self, rank: int, present: Collection[int]) -> Outbox:
-        """A rank has no cause of its own any more; the last one releases all."""
+        """A rank's last own cause is gone; the last such rank releases all."""
         self.paused_by.discard(rank)
         return [] if self.paused_by else self.abandon(present)
 
@@ -114,7 +114,7 @@ class PauseState:
             self._groups[rank] = groups  # also of a round that is over: the rank counts on it
         if message["round"] != self._round:
             return []
-        if rank not in self._groups:  # it has told another coordinator: begin with it anew
+        if rank not in self._groups:  # it reported to another coordinator: start over with it
             return [(rank, self._message("hold"))]
         self._counts[rank] = message
         return self._evaluate(present)

@@ -1,6 +1,6 @@
 """Where the ranks of a job step meet: the coordinator's process, their shared key, torch's store.
 
-Torch's store has no authentication: whoever reaches it can read and change what the ranks exchange.
+Torch's store has no authentication: a process that reaches it can read and change its contents.
 So it listens at the one address that is needed, at a port derived from the key. That keeps most
 out. Another user of the same nodes can still find the port by trying all of them; only exclusive
 nodes (``--exclusive``) prevent that.

@@ -1,4 +1,4 @@
-"""The key that the ranks of one attempt share with nobody else, and how each of them gets it.
+"""The secret key of an attempt's ranks, and how each rank gets it.
 
 The first source that works is used:
 
@@ -6,11 +6,11 @@ environment   ``HYDROSLURM_STEP_KEY``, which the supervisor, the agent and the p
               ``srun --preempt`` give to a job step. A process's environment can be read by its own
               user only, its command line by everybody.
 munge         the first rank makes a key and puts it into credentials that only the same user can
-              read; the coordinator gives them to whoever asks, and never asks munged itself.
+              read; the coordinator gives them to every caller, and never asks munged itself.
 file          the first rank writes it, mode 0600, below the run folder, whose ownership is checked.
 
 Without any of them several ranks are not connected. There is no fallback to a connection without a
-key: whoever can pause, stop and save has the rights of the owner of the job.
+key: a peer that can pause, stop and save has the rights of the job's owner.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Server:
 
     Attributes:
         clock: times everything here, and is read in each round: a server that was stopped itself
-            takes nobody for late or silent.
+            takes no peer for late or silent.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Server:
         self._accept_again_s: float | None = None
         self._open: set[PeerConnection] = set()
         self._unjoined: dict[PeerConnection, None] = {}
-        """Nobody has joined on them yet; the oldest first."""
+        """Connections on which no rank has joined, oldest first."""
         self._unflushed: dict[PeerConnection, None] = {}
 
     def on_body(self, peer: PeerConnection, body: bytes) -> None:
-        """One frame of a peer that has authenticated; whatever this raises ends the connection."""
+        """Handle one frame of an authenticated peer; an exception ends the connection."""
         raise NotImplementedError
 
     def on_drop(self, peer: PeerConnection) -> None:
@@ -179,7 +179,7 @@ class Server:
             self._guarded(peer, self._flush, peer)
 
     def admit(self, peer: PeerConnection) -> None:
-        """Somebody has joined on a connection: it ends for no other one's sake."""
+        """Mark a connection as joined: it is never dropped in favour of others."""
         peer.has_joined = True
         self._unjoined.pop(peer, None)
 
@@ -235,8 +235,8 @@ class Server:
             self._drop_oldest(most=MAX_UNAUTHENTICATED)
 
     def _drop_oldest(self, *, most: int = 0) -> bool:
-        """If more than so many connections have not joined, close the oldest of the address that
-        has the most of them; return whether one was closed."""
+        """If more than ``most`` connections have not joined, close the oldest of the address that
+        has most of them; return whether one was closed."""
         if len(self._unjoined) <= most:
             return False
         addresses = Counter(one.address for one in self._unjoined)
@@ -248,7 +248,7 @@ class Server:
     # --- one connection, whose failures are its own
 
     def _guarded(self, peer: PeerConnection, act: Callable[..., None], *arguments: Any) -> None:
-        """Whatever goes wrong on one connection ends that connection and nothing else."""
+        """An error on one connection ends that connection and nothing else."""
         try:
             act(*arguments)
         except OF_A_PEER:

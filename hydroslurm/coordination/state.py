@@ -33,8 +33,8 @@ class CoordinatorState:
 
     Attributes:
         world_size: how many there are.
-        present: those that have joined and are connected.
-        died, left: those that are gone: cut off, or in good order.
+        present: ranks that have joined and are connected.
+        died, left: ranks that are gone: cut off, or in good order.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -304,7 +304,7 @@ class Agreements:
 
 
 def _decision(topic: str, agreement: _Agreement) -> Callable[[int], Message]:
-    """What each rank is told: one message for all, and one of its own for a rank that collects."""
+    """Make each rank's message: one for all, and a separate one for a rank that collects."""
     collectors = agreement.collectors
     public = {rank: text for rank, text in agreement.values.items() if rank not in collectors}
     private: dict[int, dict[int, str]] = {}

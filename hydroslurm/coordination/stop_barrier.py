@@ -28,7 +28,7 @@ class StopBarrier:
         proposal: the safe point that this rank has proposed.
         message: what the caller says, such as the signal that it received.
         safe_point_index: the common safe point; None until all ranks have proposed.
-        is_cancelled: it will not be held, and nobody needs to know.
+        is_cancelled: it will not be held; no error.
     """
 
     number: int

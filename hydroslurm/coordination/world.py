@@ -18,7 +18,7 @@ from hydroslurm.slurm.allocation import Allocation
 FIRST_PORT = 20000
 PORTS = 6000
 """Of torch's rendezvous, from FIRST_PORT on; the coordinator's follow. All are below 32768, where
-Linux starts to assign ports to whoever asks for any."""
+Linux begins to assign ephemeral ports."""
 COORDINATOR_PORT_TRIES = 16
 """Ports that the first rank tries for the coordinator, and that the others look at."""
 LOOPBACK = "127.0.0.1"
@@ -96,7 +96,7 @@ class World:
         """For ``MASTER_PORT``: another one in each incarnation, so that no rank of the last is met.
 
         Args:
-            key: that of the attempt, without which nobody can tell the port. None: it follows from
+            key: the attempt's, without which the port cannot be predicted. None: it follows from
                 what everybody can see.
         """
         return FIRST_PORT + _digest(self.incarnation_id, key) % PORTS
@@ -141,7 +141,7 @@ def set_torch_variables(environ: MutableMapping[str, str], world: World, key: by
 
 
 def _torch_incarnation(environ: Mapping[str, str], host: str, allocation: Allocation | None) -> str:
-    """The port is chosen anew by each rendezvous of torchrun; its count alone is not enough, for it
+    """Each rendezvous of torchrun chooses another port; its count alone is not enough, for it
     is not raised on a node whose workers were restarted because of another node. Where the
     variables are those of set_torch_environment(), it is the id that they were derived from."""
     ours = allocation is not None and allocation.world_size == _number(environ, "WORLD_SIZE")
@@ -154,7 +154,7 @@ def _torch_incarnation(environ: Mapping[str, str], host: str, allocation: Alloca
 
 
 def _slurm_incarnation(allocation: Allocation) -> str:
-    """The folder is part of it because job ids begin anew on every cluster, and two dev clusters on
+    """The folder is part of it because every cluster counts job ids from 1, and two dev clusters on
     one machine would meet at the same port."""
     return (
         f"slurm {allocation.cluster_name} job {allocation.job_id} step {allocation.step_id} "

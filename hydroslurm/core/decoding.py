@@ -1,5 +1,5 @@
-"""JSON that somebody else may have written, decoded by msgspec: each field of a dataclass has its
-declared type and bounds, or it is a ValueError that says which has not."""
+"""Decode untrusted JSON by msgspec: every field of a dataclass has its declared type and bounds, or
+a ValueError names the field."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class EventKind(str, Enum):
     REQUEUE_FAILED = "requeue_failed"
     RUN_FINISHED = "run_finished"
     ATTEMPT_ENDED = "attempt_ended"
-    # of a node's agent, in a file of its own: rank is the node's number there
+    # of a node's agent, in its own file, where rank is the node's number
     WORKERS_STARTED = "workers_started"
     SIGNAL_PASSED_ON = "signal_passed_on"
     AGENT_LEFT = "agent_left"
@@ -137,7 +137,7 @@ class Event:
         restart_count: how often the job had been requeued.
         pid: of the rank.
         host: of the rank.
-        step: training step, None when nobody told us (``controller.step = n``).
+        step: training step; None if it was never set (``controller.step = n``).
         data: what only this kind has; units are in the names.
     """
 
@@ -316,7 +316,7 @@ def event_lines(path: Path, *, most_bytes: int = MOST_READ_BYTES) -> Iterator[by
         OSError: as for :func:`read_events`.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        # no further than it is now: somebody may write faster than we read
+        # no further than the size now: a writer may be faster than we are
         left = min(most_bytes, os.fstat(file.fileno()).st_size)
         file.seek(-left, os.SEEK_END)
         while left > 0 and (line := file.readline(min(left, MOST_LINE_BYTES))):

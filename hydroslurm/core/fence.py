@@ -127,7 +127,8 @@ class Fence:
         self._held: Claim | None = None
 
     def claim(self) -> dict[str, Any]:
-        """Make this attempt the newest one; for one rank. What the others :meth:`hold`, plain JSON.
+        """Make this attempt the newest; called by one rank. Returns, as plain JSON, what the others
+        :meth:`hold`.
 
         Raises:
             StaleAttempt: Slurm has started this job again since this process began.
@@ -148,24 +149,24 @@ class Fence:
         return asdict(mine)
 
     def holder(self) -> Claim | None:
-        """Who has claimed the folder; None where nothing says so."""
+        """Return the claim on the folder; None if there is none."""
         try:
             return self._read()
         except OSError:  # a link, a FIFO ...: the rename replaces it
             return None
 
     def hold(self, claim: Mapping[str, Any]) -> None:
-        """This process is of the attempt that has claimed."""
+        """Join the attempt that has made this claim."""
         self._held = Claim(**claim)
 
     def check(self, what: str) -> None:
         """Require that no newer attempt has claimed the folder. Reads one small file.
 
-        A folder without a claim, or with one that cannot be understood, is nobody else's. Without
-        a claim of its own a process gives way to a later start of its own job only.
+        A folder without a claim, or with an unreadable one, is free. A process without a claim
+        gives way only to a later start of its own job.
 
         Args:
-            what: is not done otherwise: "the save of step 5".
+            what: the act that depends on it, for the message: "the save of step 5".
 
         Raises:
             StaleAttempt: says who has claimed it, and since when.

@@ -243,9 +243,8 @@ def new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
 
 
 def clean(text: str, *, most: int = 400) -> str:
-    """Somebody else's text for a terminal, a page or one line: what is no printable character
-    (escapes, newlines, marks that turn the direction of writing) is written out, and nothing is put
-    on top of another."""
+    """Make untrusted text safe for a terminal, a page or one line: escape what is not printable
+    (escapes, newlines, marks that change the direction of writing) and combining characters."""
     text = text if len(text) <= most else f"{text[:most]} ..."
     if text.isascii() and text.isprintable():
         return text
@@ -397,7 +396,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The entries of some lines; torn lines, and those that are no JSON object, are skipped."""
+    """Decode the entries of a journal's lines; skip torn lines, and lines without a JSON object."""
     for line in lines:
         with contextlib.suppress(ValueError):
             entry = parse_json(line)

@@ -60,12 +60,13 @@ class Entry:
 def folder(environ: Mapping[str, str]) -> Path:
     """The registry's folder for this user; made when it is missing.
 
-    In a temporary folder anybody can take our name first. Then it is one in the user's home, from
-    then on for all processes of this boot, so that whoever gives the name back divides nobody.
+    In a temporary folder another user can take the name first. Then a folder in the user's home is
+    used, and stays in use for this boot, so that ranks and clients agree even if the name becomes
+    free again.
 
     Raises:
-        RunFolderError: it cannot be made, or others can write there: whoever reads an entry sends
-            the signals that it names, and believes the events that it leads to.
+        RunFolderError: it cannot be made, or others can write there: readers of an entry send the
+            signals that it names, and believe the events that it points to.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     # below sudo it may be that of another user, who could exchange what root keeps there

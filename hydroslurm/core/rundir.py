@@ -12,7 +12,7 @@
   events/rank-00000.json       where it is now: replaced at changes and every few seconds
   events/rank-00000.vacate       that a pause is to free the device: see vacate/request.py
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
-  events/told-123              job 123 was told that nobody saves for it
+  events/told-123              job 123 was warned that nothing saves its work
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
   job.json                     of a default folder (run_folders.py): its job and its command line
@@ -47,7 +47,7 @@ is submitted from inside inherits both."""
 
 # what the supervisor of a TrainingJob tells its ranks
 SUPERVISED_ENV = "HYDROSLURM_SUPERVISED"
-"""1: somebody else counts the failures of this job."""
+"""1: the supervisor counts the failures of this job."""
 SAVE_EVERY_ENV = "HYDROSLURM_SAVE_EVERY_S"
 """Seconds between two saves, above what the script says."""
 ATTEMPT_ENV = "HYDROSLURM_ATTEMPT"
@@ -207,7 +207,7 @@ class RunDir:
         return self
 
     def claim(self, *, mode: int = 0o700) -> RunDir:
-        """Make the folder alone if it can be made, before somebody else does; see that it is ours.
+        """Make the folder without its parts, if possible, and check that it is ours.
 
         Args:
             mode: 0o775 for one that the user has named, whose umask then says who may look.

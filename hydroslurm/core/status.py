@@ -1,8 +1,8 @@
 """The status of a rank: one small file beside its event log, with where the rank is now.
 
 Each rank folds its own events into it (:func:`after`) and replaces the file whenever something
-changed and with every heartbeat. Whoever wants to know how a job is doing reads this file; the
-history is in the event log, of which only the report needs all.
+changed and with every heartbeat. Everything that shows a job's state reads this file; the
+history is in the event log, which only the report reads whole.
 
     rank-00000.jsonl     the log
     rank-00000.json      the status
@@ -73,7 +73,7 @@ class RankStatus:
     Attributes:
         rank: global rank.
         state: ``running``, ``parking`` (the gate is closed), ``parked``, ``stopping``, ``ended``,
-            or ``killed``, which only somebody who asked Slurm can know.
+            or ``killed``, which only Slurm can tell.
         since: when it entered that state.
         started: when a process of this rank first came in this attempt.
         as_of: when all of this was so.
@@ -89,9 +89,8 @@ class RankStatus:
         held: threads that were held at the gate, at the latest park or resume.
         resume_us: latency of the latest resume, until the first operator ran; None before that.
         world_size: ranks that this one is joined with, itself included; 1 while it is alone.
-        all_parked: since when all of them are parked at the same collectives; None while they are
-            not.
-        in_flight: collectives that were in flight then; None where nobody can know.
+        all_parked: since when all of them are parked at the same collectives; None otherwise.
+        in_flight: collectives in flight at that time; None if unknown.
         vacated_bytes: device memory that is on the host now; 0 while it is not.
         vacate_s, restore_s: how long the latest move took, there and back; None before the first.
         not_vacated: why the memory of the present pause, or of the latest, is where it is.
@@ -102,23 +101,23 @@ class RankStatus:
         samples_per_step: of all ranks together; None where the loader does not say.
         first_collective_s: from the begin of a step to its first collective, the median of the
             latest samples; None of a rank that is alone, or issues none.
-        heartbeat_s: the status is written at least so often; None where there is no heartbeat.
+        heartbeat_s: upper bound between two writes of the status; None without a heartbeat.
         collectives: how many it has issued on its largest process group; told where the ranks are
             started anew in each generation of an elastic run.
         collective_timeout_s: of that group; None where it is not known.
         meeting_timeout_s: its main thread is in ``init_process_group``, which fails after so long;
             None: it is not there.
-        error: that nobody has caught, and by which its script ended; empty while it has not.
-        met: it had met the other ranks before.
-        lost_peer: the error is that a connection to another rank has ended.
-        stands_at: where the main thread is in the script, once nothing has moved for a heartbeat.
+        error: uncaught error that ended its script; empty otherwise.
+        met: before that it had met the other ranks.
+        lost_peer: the error is a lost connection to another rank.
+        stands_at: the main thread's place in the script, once a heartbeat saw no progress.
         saver: who saves at a stop: ``attempt_began`` (a Run) or ``stops_taken`` (the script, with
-            the two calls); empty while nobody does.
+            the two calls); empty if nothing does.
         saver_restart_count: in which attempt it said so.
         attempt_step: step at which its newest Run began; None without one.
         attempt_began: when.
         attempt_restart_count: in which attempt.
-        committed_step: newest step that is saved durably; None when nothing is, or nobody tells.
+        committed_step: newest durably saved step; None if there is none, or it is not reported.
         committed: when.
         save_s: the longest durable save so far, seconds.
         not_copied: why its last save held the training up until it was written; None where it was
@@ -230,7 +229,7 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus:
-        """Read a file that anybody may have written; whoever uses the result may trust its types.
+        """Decode an untrusted file; callers may rely on the types of the result.
 
         Raises:
             ValueError: no status, or one of another version.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 def thread(
     run: Callable[..., object], *arguments: object, name: str, daemon: bool = True
 ) -> threading.Thread:
-    """A thread, not started yet. Whatever ends it by raising is reported on stderr.
+    """Make a thread, without starting it. An exception that ends it is reported on stderr.
 
     Without this a SystemExit ends a thread silently, and so does every error where a script has
     set ``threading.excepthook``.

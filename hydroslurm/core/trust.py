@@ -28,8 +28,8 @@ def check_trusted(
 ) -> None:
     """Require that nobody but this user and root can have written or replaced ``path``.
 
-    Looked at are the file itself, every folder above it, and the same of whatever symbolic links on
-    the way lead to. A folder with the sticky bit that all can write (``/tmp``) is no danger to an
+    This checks the file itself, every folder above it, and likewise the targets of symbolic links
+    on the way. A folder with the sticky bit that all can write (``/tmp``) is no danger to an
     entry in it that is ours. What is group-writable is trusted only where the group is the user's
     private one, as Debian and Red Hat make them. Root owns the machine already, so that its files
     are trusted.
@@ -103,7 +103,7 @@ def _may_be_anothers(place: Path, status: os.stat_result, *, shared: bool) -> bo
 @functools.cache
 def _is_hidden_root(uid: int) -> bool:
     """Whether this may be the machine's root as it is seen from a container without one (Apptainer,
-    rootless podman): whoever has no number in a user namespace is shown there as one "nobody"."""
+    rootless podman): user ids without a mapping all appear as "nobody" in a user namespace."""
     try:
         mapped = Path("/proc/self/uid_map").read_text().split()
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())

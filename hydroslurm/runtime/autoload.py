@@ -99,7 +99,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     if mode == "requeue":
         adapt()
         requeue_when_ended(environ)
-    if "torch" in sys.modules:  # nobody's start-up is that early but a test's
+    if "torch" in sys.modules:  # only tests start that late
         _install(sys.modules["torch"])
     else:
         _after("torch", _install)
@@ -107,7 +107,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
 
 def requeue_when_ended(environ: Mapping[str, str]) -> None:
     """Have rank 0 of a job step requeue its job if a preemption ends it before a ``Run`` can save.
-    Main thread only; a handler of somebody else's stays."""
+    Main thread only; a handler that is there stays."""
     global _leaves
     step, ranks = environ.get("SLURM_STEP_ID", ""), {"SLURM_PROCID": "", "LOCAL_RANK": "0"}
     is_task = step.isdecimal() and int(step) < _NO_STEP
@@ -146,7 +146,7 @@ _NO_STEP = 0xFFFFFFF0
 
 
 def adapt() -> None:
-    """Give each framework to its adapter: those that are imported now, others when they are."""
+    """Give each framework to its adapter: now if it is imported, else at its import."""
     for name in _ADAPTED:
         when_imported(name, _give)
 
@@ -280,7 +280,7 @@ def ignore(signals: Iterable[int]) -> None:
 
 
 def stand_down() -> None:
-    """Do not install when torch comes: somebody calls ``install()`` themselves."""
+    """Cancel the installation at torch's import: the script calls ``install()`` itself."""
     for finder in _finders():
         if _install in finder.calls:
             finder.calls.remove(_install)

@@ -129,7 +129,7 @@ def is_starting(pid: int, *, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def wait_for_start(pid: int, *, timeout_s: float, environ: Mapping[str, str] | None = None) -> None:
-    """Wait until a process has announced itself, or has ended; at most so long."""
+    """Wait, at most ``timeout_s``, until a process has announced itself or has ended."""
     until_mono_s = time.monotonic() + timeout_s
     while is_starting(pid, environ=environ) and time.monotonic() < until_mono_s:
         time.sleep(_POLL_S)

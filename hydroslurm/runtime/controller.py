@@ -63,7 +63,7 @@ _AFTER_FAULT_S = 0.1
 _ASK_AGAIN_S = (1.0, 2.0, 4.0)
 """What to wait before Slurm is asked once more whether a signal warns of the time limit."""
 _LOOK_AT_OUTPUT_S = 0.05
-"""How often to look, once a stop is requested, for pipes that nobody reads any more."""
+"""How often to look for pipes without a reader, once a stop is requested."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Controller:
         step: the training step, for the events; set it from the training loop (an attribute write,
             nothing more).
         stop_request: the first request to save and leave, None before; to be read at a safe point.
-            Only there once the stops were claimed, or somebody else handles them.
-        had_saver: somebody has claimed the stops, since this process started.
+            Set only if the stops were claimed, or other code handles them.
+        had_saver: the stops were claimed at some time since this process started.
         skipped: signals of the plan that were left alone, and why.
         guarding: whether signals that others take are taken back.
         ranks: the other ranks of the job, None for a rank that is alone.
@@ -278,7 +278,7 @@ class Controller:
 
         Args:
             replaced: how many they were before the caller replaced ours itself; None: as now.
-            error: that nobody has caught, and by which the script ends.
+            error: the uncaught error that ends the script.
         """
         if os.getpid() != self._owner_pid:
             raise InstallError(
@@ -420,7 +420,7 @@ class Controller:
 
     def _guarded(self, act: Callable[..., object], *arguments: object) -> bool:
         """Nothing ends this thread: without it a pause has no answer, and a stop that was claimed
-        from the user's handler would be nobody's. A fault is reported once."""
+        from the user's handler would be lost. A fault is reported once."""
         try:
             act(*arguments)
         except BaseException:
@@ -545,7 +545,7 @@ class Controller:
             self._guarded(listener, request)
 
     def _call_stop(self, request: StopRequest) -> None:
-        """Any rank that was signalled is enough: all stop. Only where stops are somebody's here."""
+        """Have all ranks stop: one signalled rank is enough. Only if stops are claimed here."""
         if self.ranks is not None and self._claimed and request.of_rank is None:
             self.ranks.call("stop", request.signal or "")
 
@@ -578,7 +578,7 @@ class Controller:
         self.gate.wake()
 
     def _vacate(self) -> None:
-        """Once nobody moves: a rank that has others waits until all are parked."""
+        """Vacate once no rank moves: one of several waits until all are parked."""
         status = self.gate.status()
         if status.state is not GateState.PARKED or self.stop_request is not None:
             return
@@ -604,7 +604,7 @@ class Controller:
             thread(self._drain_devices, pause, name="hydroslurm-drain").start()
 
     def _drain_devices(self, pause: int) -> None:
-        """In a thread of its own: other events are not to wait for the devices."""
+        """Runs in its own thread: other events must not wait for the devices."""
         draining = self.marks.begin(Range.DRAINING, pause)
         drain = device.drain(limit_s=DRAIN_LIMIT_S, exempt=self.gate.exempt)
         self.marks.end(draining)

@@ -381,7 +381,7 @@ def _deaf_ancestors(signals: Collection[int]) -> list[str]:
 
 
 def _would_die(status: Mapping[str, str], signals: Collection[int]) -> bool:
-    """A blocked signal kills nobody: it waits for the program that the process becomes."""
+    """A blocked signal does not kill: it waits for the program that the process becomes."""
     safe = 0
     for mask in ("SigBlk", "SigIgn", "SigCgt"):
         safe |= int(status.get(mask, "0"), 16)

@@ -32,7 +32,7 @@ class Output:
     ) -> None:
         """
         Args:
-            stop_comes: whether a stop is requested, or will be within so many seconds.
+            stop_comes: whether a stop is requested within a number of seconds.
             on_lost: called once for each stream, before its first loss.
         """
         self._stop_comes = stop_comes
@@ -65,7 +65,7 @@ class Output:
         self._guarded.clear()
 
     def check(self) -> None:
-        """After a stop was requested: find pipes that nobody reads any more."""
+        """After a stop was requested: find pipes without a reader."""
         poller = select.poll()
         poller.register(1, 0)
         poller.register(2, 0)

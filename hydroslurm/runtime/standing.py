@@ -55,7 +55,7 @@ class Watch:
 
         Args:
             gate: with which steps are watched, where it is native.
-            ranks: of the job; a single one waits for nobody.
+            ranks: of the job; nothing waits for a single one.
         """
         self.is_due = False
         self._gate = gate if isinstance(gate, NativeGate) and ranks > 1 else None
@@ -100,7 +100,7 @@ class Watch:
 
     def _where(self, step: int | None) -> dict[str, Any]:
         found = collectives.progress()
-        # not yet, or not any more, in a group: then nobody waits for it in a collective
+        # not in a group yet, or any more: no rank waits for it in a collective
         issued, timeout_s = (None, None) if found is None else (found.issued, found.timeout_s)
         meeting_timeout_s = collectives.meeting_timeout_s() if found is None else None
         now = (step, issued, meeting_timeout_s)

@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.2
 
 
 def main(argv: list[str]) -> int:
-    """Be the process in front. Returns what the program has ended with; 1 if nobody knows."""
+    """Be the process in front. Returns the program's exit status; 1 if it is unknown."""
     rank = os.getppid()
     here, there = os.pipe()
     if os.fork() == 0:

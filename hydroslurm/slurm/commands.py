@@ -64,8 +64,8 @@ class SlurmClient:
         self._retry_policy = retry_policy or RetryPolicy()
 
     def job(self, job_id: int) -> Job:
-        """Describe the job that has this number of its own: what its processes know as
-        SLURM_JOB_ID. For what a person writes there is :meth:`jobs_of`."""
+        """Describe the job whose processes have this number as SLURM_JOB_ID. For ids that people
+        write use :meth:`jobs_of`."""
         # outside of a federation --local only saves the question whether there is one; a process
         # of the job itself is where it runs in any case
         local = ["--local"] if self._programs.environ.get("SLURM_JOB_ID") == str(job_id) else []
@@ -122,7 +122,7 @@ class SlurmClient:
         )
 
     def cancel_elements(self, names: Collection[str]) -> None:
-        """Cancel elements of arrays; success for those that have ended already."""
+        """Cancel elements of arrays; success for elements that have already ended."""
         for name in names:
             if JobId.parse(name).task is None:
                 raise UsageError(f"not an element of an array: {name!r}; wanted 123_4")
@@ -258,7 +258,7 @@ class SlurmClient:
         return scontrol_text.read_excluded(self._ask("scontrol", "show", "job", job.id.leader))
 
     def exclude_nodes(self, job: Job, names: str) -> None:
-        """Set on which nodes a job must not start, in place of those that it has.
+        """Replace the list of nodes on which a job must not start.
 
         Raises:
             WrongJobState: it does not wait.

@@ -1,4 +1,4 @@
-"""MUNGE, Slurm's own proof of who somebody is: a credential that tells its reader our uid.
+"""MUNGE, Slurm's own proof of identity: a credential that tells its reader our uid.
 
 Bound by ctypes to ``libmunge.so.2``, which every Slurm with ``AuthType=auth/munge`` has; where it
 is missing, or its daemon does not answer, :class:`MungeError` says so. Source of the calls:

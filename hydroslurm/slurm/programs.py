@@ -169,7 +169,7 @@ def sbatch(
 
 
 def submitted(text: str) -> int | None:
-    """The job that sbatch says Slurm has, whatever its exit status; None: it names none."""
+    """The job id in sbatch's output, independent of its exit status; None if there is none."""
     found = _SUBMITTED.search(text)
     return None if found is None else int(found[1])
 
