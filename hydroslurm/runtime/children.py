@@ -57,8 +57,8 @@ class Children:
         return len(self._stopped)
 
     def stop_again(self) -> None:
-        """During a pause: stop children that were started or continued since, the latter for example
-        by ``scontrol resume`` while another cause holds the rank."""
+        """During a pause: stop children that were started or continued since. ``scontrol resume``
+        continues them while another cause still holds the rank."""
         if not self._is_paused:
             return
         for pid in _started_here():
