@@ -119,6 +119,7 @@ class Controller:
         guarding: whether signals that others take are taken back.
         ranks: the other ranks of the job, None for a rank that is alone.
         marks: the NVTX marks of this process.
+        journal: what this rank writes down.
         vacating: what moves the device's memory away in a pause, and back.
         watch: looks at a step now and then.
         output: guards stdout and stderr where stops are claimed.
@@ -158,7 +159,7 @@ class Controller:
         self.skipped: dict[str, str] = {}
         self.guarding = True
         self.ranks: CoordinatorClient | None = None
-        self._journal = journal
+        self.journal = journal
         self._next_journal: tuple[RankJournal, threading.Event] | None = None
         self.watch = watch
         self._emit = emit
@@ -224,11 +225,11 @@ class Controller:
                 "signals": [signal_name(signo) for signo in outcome if signo in heard],
                 "asked_by": {verb: signo for verb, signo in asked_by.items() if signo in heard},
                 **({"launch_ahead_ms": bound_s * 1e3} if bound_s is not None else {}),
-                **self._journal.identity.jobstep,
+                **self.journal.identity.jobstep,
             },
         )
         self._launch_ahead.start()
-        self._journal.status.write(self.step, at_once=True)
+        self.journal.status.write(self.step, at_once=True)
         self._thread.start()
 
     def join(
@@ -300,7 +301,7 @@ class Controller:
         self._guarded(self._take_events, 0.0)
         self._children.resume()
         data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
-        self._journal.end(data, step=self.step)
+        self.journal.end(data, step=self.step)
         self.output.release()
         return replaced
 
@@ -441,11 +442,11 @@ class Controller:
             self._may_vacate = False
             self._vacate()
         self._check_output()
-        self._journal.status.write(self.step)
+        self.journal.status.write(self.step)
 
     def _change_journal(self, journal: RankJournal, begun: threading.Event) -> None:
-        journal.take_over(self._journal)
-        before, self._journal, self._next_journal = self._journal, journal, None
+        journal.take_over(self.journal)
+        before, self.journal, self._next_journal = self.journal, journal, None
         before.end({}, step=self.step)
         self.vacating.log = journal.log.path
         begun.set()
@@ -457,7 +458,7 @@ class Controller:
 
     def _take_events(self, wait_s: float | None = None) -> None:
         if wait_s is None:
-            due_s = self._journal.status.wait_s()
+            due_s = self.journal.status.wait_s()
             wait_s = CHECK_S if self.stop_request is None else _LOOK_AT_OUTPUT_S
             wait_s = wait_s if due_s is None else min(due_s, wait_s)
         for seen in self.gate.wait_events(wait_s):
@@ -499,7 +500,7 @@ class Controller:
     def _look_for_warning(self, signo: int, sender_pid: int) -> None:
         """A pause's signal may warn of the time limit. Slurm sends that to all ranks, and the first
         one asks; the pause is in force until the answer is there."""
-        job_id, environ, ranks = self._journal.identity.job_id, self._environ, self.ranks
+        job_id, environ, ranks = self.journal.identity.job_id, self._environ, self.ranks
         if job_id is None or environ is None or (self._asking and self._asking.is_alive()):
             return
         is_first = ranks is None or not ranks.have_joined or ranks.lost or ranks.rank == 0
@@ -628,7 +629,7 @@ class Controller:
         epoch_ns: int | None = None,
     ) -> None:
         """Write an event into this rank's log, of now if not told otherwise; from any thread."""
-        self._journal.record(kind, data, step=self.step, mono_ns=mono_ns, epoch_ns=epoch_ns)
+        self.journal.record(kind, data, step=self.step, mono_ns=mono_ns, epoch_ns=epoch_ns)
         if kind is EventKind.ALL_PARKED:  # in the channel's thread
             self._parking = _Parking(
                 name=str(data["parking"]),

@@ -23,7 +23,7 @@ from hydroslurm import numa
 from hydroslurm.coordination.rendezvous import key_folder
 from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
-from hydroslurm.core import registry, rundir
+from hydroslurm.core import registry
 from hydroslurm.core.events import EventKind, EventLog
 from hydroslurm.core.rundir import GENERATION_ENV, RunDir
 from hydroslurm.errors import (
@@ -60,8 +60,6 @@ class _Installed:
     controller: Controller
     beside: contextlib.ExitStack
     """What else ends with it."""
-    writes_to: tuple[RunDir | None, int]
-    """The run folder that was asked for, and the rank."""
     unasked: bool = False
     """By ``srun --preempt``, not by a call in the script."""
 
@@ -121,16 +119,12 @@ def install(
     autoload.stand_down()
     autoload.take_rank()
     world = _world_of_several(alone, environ)
-    place = rundir.from_environment(environ) if run_dir is None else RunDir(Path(run_dir))
-    writes_to = (place, World.from_environ(environ).rank)
     with _lock:
         if gives_way():
             live = _require_installed()
             _require_same(live.controller, plan, chosen_kind(gate, environ))
             live.unasked = False
-            if live.writes_to != writes_to:
-                _write_elsewhere(live.controller, plan, environ, run_dir=run_dir)
-                live.writes_to = writes_to
+            _change_folder(live.controller, plan, environ, run_dir=run_dir)
             _change_ranks(live.controller, world, environ=environ, run_dir=run_dir)
             return live.controller
     emit = Emit.from_environ(environ)
@@ -147,7 +141,7 @@ def install(
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
         controller, beside = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
-        _installed = _Installed(os.getpid(), controller, beside, writes_to)
+        _installed = _Installed(os.getpid(), controller, beside)
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
         if world is not None:
@@ -180,18 +174,19 @@ def _require_same(live: Controller, plan: SignalPlan, gate: GateKind) -> None:
         )
 
 
-def _write_elsewhere(
+def _change_folder(
     live: Controller,
     plan: SignalPlan,
     environ: Mapping[str, str],
     *,
     run_dir: str | os.PathLike[str] | None,
 ) -> None:
+    """Write into another run folder, or for another rank, if they are others than before."""
     identity, base = Identity.of(environ, plan.killing()), _registry_base(environ)
-    folder = _run_folder(run_dir, environ, base)
-    journal = _journal(identity, folder, environ, live.watch)
-    live.write_to(journal)
-    _announce(base, journal, plan)
+    journal = _journal(identity, _run_folder(run_dir, environ, base), environ, live.watch)
+    if journal.log.path != live.journal.log.path:
+        live.write_to(journal)
+        _announce(base, journal, plan)
 
 
 def _change_ranks(

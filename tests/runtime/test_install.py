@@ -248,8 +248,8 @@ def _fails(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        "gate.wait_events", "_handle", "_journal.log.append", "_journal.status.note",
-        "_journal.status.write", "_journal.status.wait_s", "_recorder.record", "_guard.check",
+        "gate.wait_events", "_handle", "journal.log.append", "journal.status.note",
+        "journal.status.write", "journal.status.wait_s", "_recorder.record", "_guard.check",
         "_children.stop_again", "output.check", "_call_stop", "vacating.on_causes",
     ],
 )  # fmt: skip
