@@ -488,7 +488,8 @@ def squatted() -> tuple[Team, tuple[int, ...], list[socket.socket]]:
         *taken, free = ports = world.coordinator_ports(KEY)
         try:
             socket.create_server(("127.0.0.1", free)).close()
-            squatters += [socket.create_server(("127.0.0.1", port)) for port in taken]
+            for port in taken:
+                squatters.append(socket.create_server(("127.0.0.1", port)))
             return team, ports, squatters
         except OSError:  # another process has one of them
             for one in squatters:
