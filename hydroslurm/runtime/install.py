@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,16 +125,18 @@ def install(
             _require_same(live.controller, plan, chosen_kind(gate, environ))
             live.unasked = False
             _change_folder(live.controller, plan, environ, run_dir=run_dir)
-            _change_ranks(live.controller, world, environ=environ, run_dir=run_dir)
+            if world is None:
+                live.controller.part()
+            elif live.controller.ranks is None:
+                _join(live.controller, world, environ=environ, run_dir=run_dir)
             return live.controller
-    emit = Emit.from_environ(environ)
-    ranks = world.world_size if world is not None else 1
-    with _lock:
-        if _installed is not None and _installed.pid == os.getpid():
+        if is_installed():
             raise AlreadyInstalled(
                 "hydroslurm is installed in this process already; use hydroslurm.controller(), or "
                 "hydroslurm.uninstall() first"
             )
+        emit = Emit.from_environ(environ)
+        ranks = world.world_size if world is not None else 1
         _require_torch()
         # started with them held, or ignored: by the agent, or by one of ours further up
         above = autoload.rank_above(os.environ)
@@ -187,24 +189,6 @@ def _change_folder(
     if journal.log.path != live.journal.log.path:
         live.write_to(journal)
         _announce(base, journal, plan)
-
-
-def _change_ranks(
-    live: Controller,
-    world: World | None,
-    *,
-    environ: Mapping[str, str],
-    run_dir: str | os.PathLike[str] | None,
-) -> None:
-    """Leave the other ranks, or look for them, if they are others than before."""
-    before = None if live.ranks is None else (live.ranks.rank, live.ranks.world_size)
-    if before == (None if world is None else (world.rank, world.world_size)):
-        return
-    live.part()
-    if world is not None:
-        if before is not None:  # a rank that has left the others cannot rejoin them
-            world = replace(world, incarnation_id=f"{world.incarnation_id} again")
-        _join(live, world, environ=environ, run_dir=run_dir)
 
 
 def _journal(
