@@ -446,6 +446,7 @@ class Controller:
 
     def _change_journal(self, journal: RankJournal, begun: threading.Event) -> None:
         journal.take_over(self.journal)
+        journal.status.write(self.step, at_once=True)
         before, self.journal, self._next_journal = self.journal, journal, None
         before.end({}, step=self.step)
         self.vacating.log = journal.log.path
