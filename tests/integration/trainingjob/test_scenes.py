@@ -175,12 +175,18 @@ def manifest(cluster: Part, folder: Path) -> Scene:
 
 
 def left_nodes(cluster: Part, folder: Path) -> Scene:
-    """One node fails the preflight, another one fails its task twice in a row."""
-    bad, failing = cluster.nodes[:2]
-    play = f"[ $SLURMD_NODENAME != {failing} ] || exit 7; exec python actor.py acts.json"
+    """The first node that is checked fails the preflight, and that of the second task fails it
+    twice in a row, whichever nodes Slurm takes."""
+    play = (
+        "[ $SLURM_PROCID = 0 ] || [ -e failing ] || echo $SLURMD_NODENAME > failing; "
+        '[ $SLURMD_NODENAME != "$(cat failing)" ] || exit 7; exec python actor.py acts.json'
+    )
     scene = Scene(cluster, folder, {"worker-0": ["until go"] * 3, "worker-1": ["until go"] * 3})
     spec = replicas(cluster, 2).replace("{ACTOR}", f"{{command: [bash, -c, {play!r}]}}")
-    check = f"echo it is $SLURMD_NODENAME; [ $SLURMD_NODENAME != {bad} ]"
+    check = (
+        "mkdir bad && echo $SLURMD_NODENAME > bad/node; "
+        'echo it is $SLURMD_NODENAME; [ $SLURMD_NODENAME != "$(cat bad/node)" ]'
+    )
     scene.submit(spec + f"preflight: [bash, -c, {check!r}]\nrunPolicy: {{backoffLimit: 2}}\n")
     scene.wait_until_playing(3, replicas=2)
     scene.seen["job"] = scene.slurm("scontrol", "show", "job", str(scene.job_id))
@@ -319,7 +325,7 @@ def test_preemptions_are_no_failures(scene: Scene) -> None:
 def test_bad_nodes_are_left_out(scene: Scene) -> None:
     """A failed preflight begins no attempt; two failures in a row on one node are its fault. The
     job goes on without both, and without the nodes that its spec excludes."""
-    bad, failing, *_ = scene.cluster.nodes
+    bad, failing = (text_of(scene.folder / one).strip() for one in ("bad/node", "failing"))
     assert [one.ending for one in scene.attempts] == [Ending.FAILED] * 2 + [Ending.SUCCEEDED]
     assert [one.restart_count for one in scene.attempts] == [1, 1, 2]
     first, second = [one.message for one in scene.conditions if one.reason == "NodeExcluded"]
