@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.plugins import MixedPrecision
@@ -116,6 +117,52 @@ class Scaled(Module):
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.log("scale", self.trainer.precision_plugin.scaler.get_scale(), on_epoch=True)
         return super().training_step(batch, index)
+
+
+class Keeping(Module):
+    """With a generator, and a teacher in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.teachers = np.random.default_rng(3), [copy.deepcopy(self.net)]
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        teacher, noisy = self.teachers[0], batch + float(self.rng.normal())
+        teacher[0].weight.data.lerp_(self.net[0].weight.data, 0.1)
+        return (self.net(noisy) - teacher(noisy).detach() / 2).pow(2).mean()
+
+
+class Measure(lightning.Callback):
+    def __init__(self) -> None:
+        self.seen, self.rng = [0.0], np.random.RandomState(2)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, *_: Any) -> None:
+        self.seen.append(self.seen[-1] + out["loss"].item() * self.rng.rand())
+        print("= measured", trainer.global_step, self.seen[-2:], len(self.seen))
+
+
+class Adversaries(Module):
+    """Optimized by hand: one network steps with each batch, the other adds up over four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.critic = False, torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        maker, critic = self.optimizers()
+        made = self.net(batch)
+        critic.zero_grad()
+        self.manual_backward((self.critic(made.detach()) - self.critic(batch[:, :1])).mean())
+        critic.step()
+        loss = -self.critic(made).mean() / 4
+        self.manual_backward(loss)
+        if index % 4 == 3:
+            maker.step()
+            maker.zero_grad()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(one.parameters(), 0.02) for one in (self.net, self.critic)]
 
 
 class Thaw(stock.BaseFinetuning):
@@ -229,7 +276,10 @@ def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
     return kind(), loader(**workers.get(name, {})), OPTIONS.get(name, lambda: {})()
 
 
-KINDS = {"max_steps": OneCycle, "scaled": Scaled, "thaw": Thawed, "swa": OneCycle}
+KINDS: dict[str, type[Module]] = {
+    "max_steps": OneCycle, "scaled": Scaled, "thaw": Thawed, "swa": OneCycle, "objects": Keeping,
+    "by hand": Adversaries,
+}  # fmt: skip
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "accumulate": lambda: {"accumulate_grad_batches": 4, "val_check_interval": 3},
     "max_steps": lambda: {"max_steps": 22, "max_epochs": -1},
@@ -243,6 +293,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "callbacks": [Thaw(), stock.GradientAccumulationScheduler({0: 1, 1: 2})],
         "enable_checkpointing": False,
     },
+    "objects": lambda: {"callbacks": [Measure()], "enable_checkpointing": False},
     "swa": lambda: {"callbacks": [stock.StochasticWeightAveraging(0.01, 1)]},
     "callbacks": lambda: {
         "callbacks": [

@@ -3,6 +3,7 @@ log and save, in lines that begin with "="."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import random
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import accelerate.state
+import numpy as np
 import torch
 import transformers
 from accelerate.utils import DistributedType
@@ -214,6 +216,22 @@ class Steps(transformers.TrainerCallback, ExportableState):
         logs["steps"] = self.steps
 
 
+class Teaching(transformers.TrainerCallback):
+    """With a generator, an average of the model in a dict, and a sum of what it has seen."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.rng, self.kept = np.random.default_rng(3), {"teacher": copy.deepcopy(model)}
+        self.sums: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        teacher, weight = (next(one.parameters()) for one in (self.kept["teacher"], model))
+        with torch.no_grad():
+            weight.add_(float(self.rng.normal()) * 0.01)
+            teacher.lerp_(weight, 0.1)
+        self.sums.append(teacher.sum().item() + sum(self.sums[-1:]))
+        print("= taught", state.global_step, self.sums[-2:], len(self.sums))
+
+
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     "workers": (Trainer, {"dataloader_num_workers": 2, **EVALUATED}),
@@ -232,9 +250,16 @@ SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
         "metric_for_best_model": "loss", "gradient_checkpointing": True, "bf16": True,
     }),
     "scaled": (Scaled, {"fp16": True, "logging_steps": 1, **EVALUATED}),
+    "schedulefree": (Trainer, {
+        "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "eval_strategy": "epoch",
+        "logging_steps": 1,
+    }),
+    "twice": (Trainer, {"learning_rate": 0.01}),
+    "teaching": (Trainer, {}),
     "accumulate": (Counting, {"gradient_accumulation_steps": 4, "logging_steps": 2}),
     "one": (Trainer, {"gradient_accumulation_steps": 6, "eval_strategy": "epoch"}),
     "stream": (Trainer, {"max_steps": 11, **EVALUATED}),
+    "stream of datasets": (Trainer, {"max_steps": 24}),
     "stream accumulated": (Trainer, {"max_steps": 6, "gradient_accumulation_steps": 2}),
     "best": (Counting, {
         "eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch",
@@ -249,6 +274,15 @@ SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def stream_of_datasets() -> Any:
+    """Shuffled through a buffer."""
+    import datasets
+
+    ids = Still(40).data.tolist()
+    rows = datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}).with_format("torch")
+    return rows.to_iterable_dataset(num_shards=2).shuffle(seed=5, buffer_size=8)
+
+
 def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     """The trainer, its data, arguments and callbacks."""
     kind, options = SCENES.get(name, (Trainer, {"eval_strategy": "epoch"}))
@@ -256,7 +290,9 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     callbacks: list[Any] = [] if name in SCENES else [Steps()]
     if name == "best":
         callbacks = [transformers.EarlyStoppingCallback(2)]
-    return kind, Stream() if "stream" in name else data, dict(options), callbacks
+    if "stream" in name:
+        data = stream_of_datasets() if name == "stream of datasets" else Stream()
+    return kind, data, dict(options), callbacks
 
 
 def made_trainer(
@@ -289,7 +325,10 @@ def train(
     kind, data, own, callbacks = scene(name)
     callbacks, own = [*callbacks, Shown()], {**own, **options}
     trainer = made_trainer(kind, data, output, own, callbacks, width=width)
-    made = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    if name == "teaching":
+        trainer.add_callback(Teaching(trainer.model))
+    for _ in range(2 if name == "twice" else 1):
+        made = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     assert isinstance(trainer.model, FSDPModule) or not name.startswith("fsdp2")
     print("= end", made.global_step, repr(made.training_loss), weights_of(trainer.model))
 
