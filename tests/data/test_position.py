@@ -251,18 +251,6 @@ def test_what_it_costs_is_said() -> None:
     assert said == [1, 0]
 
 
-def test_batches_fetched_ahead_are_not_counted() -> None:
-    """The position is that of the loop, wherever the workers are."""
-    position = position_of(sampled(seeded(), num_workers=2, prefetch_factor=4))
-    batches = position.begin_epoch(0)
-    next(batches)
-    state = position.state_dict()
-    assert (state["batches"], state["sampler"]["consumed"]) == (1, BATCH)
-    assert not state["finished"]
-    assert len(list(batches)) == STEPS - 1
-    assert position.state_dict()["finished"]
-
-
 def begun(loader: Any, batches: int = 1) -> Any:
     """The state of a position after so many batches."""
     position = position_of(loader)

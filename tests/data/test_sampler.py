@@ -17,7 +17,7 @@ from checkpoint.states import same
 from data.loops import Augmented, AugmentedStream
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.data import ResumableSampler, SampleIndex, SeededDataset, position_of
@@ -70,17 +70,6 @@ def test_resumed_at_any_offset(
     assert seen == (rest + repeats)[: count * world]
     assert samplers[0].left(offset) == count
     assert samplers[0].state_dict()["epoch"] == epoch
-
-
-@given(length=st.integers(1, 50), world=worlds, drop_last=st.booleans())
-def test_numbers_as_distributed_sampler_has_them(length: int, world: int, drop_last: bool) -> None:
-    """Padding and dropping follow torch's own rules, seen without a shuffle."""
-    options: dict[str, Any] = {"shuffle": False, "drop_last": drop_last}
-    for ours in ranks(length, world, **options):
-        theirs = DistributedSampler(range(length), world, ours.rank, **options)  # type: ignore[arg-type]
-        if not drop_last or length >= world:  # theirs fails with fewer samples than ranks
-            assert list(ours) == list(theirs)
-            assert len(ours) == len(theirs)
 
 
 def test_the_order_is_fixed_for_ever() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from clusters import require_cgroups
+from devcluster.traces import without_environment
 from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups
@@ -16,9 +16,6 @@ from hydroslurm.devcluster.config import CGROUPS
 from hydroslurm.devcluster.layout import Layout
 from hydroslurm.devcluster.processes import Running
 from hydroslurm.errors import ClusterError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from traces import without_environment
 
 
 def of(folder: str, *, nodes: int = 2, constrain_memory: bool = False) -> ClusterSpec:

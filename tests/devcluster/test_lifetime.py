@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
+from devcluster.traces import links_to, processes_of, system_files, without_environment
 from processes import Child, child, has_ended, wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster, processes
 from hydroslurm.devcluster.layout import Layout
 from hydroslurm.devcluster.processes import Running
 from hydroslurm.errors import ClusterError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from traces import links_to, processes_of, system_files, without_environment
 
 pytestmark = pytest.mark.slurm
 

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 from clusters import require_slurm
+from devcluster.traces import links_to, processes_of
 from processes import captured
 
 import hydroslurm
-
-sys.path.insert(0, str(Path(__file__).parent))
-from traces import links_to, processes_of
 
 pytestmark = pytest.mark.slurm
 

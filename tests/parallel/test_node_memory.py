@@ -7,9 +7,7 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -34,25 +32,6 @@ def shared() -> Iterator[Shared]:
         thread.join()
     for one in made:
         one.close()
-
-
-def test_two_ranks_have_the_same_memory(shared: Shared) -> None:
-    """What one writes the other reads, and it has no name. The end of a connection is that of a
-    rank; nobody is dead before."""
-    name, made = shared
-    mine = take(name, LAYOUT, 1, timeout_s=30)
-    while not made:
-        time.sleep(0.001)
-    mine.write_failure("rank 1 has fallen over")
-    assert made[0].read_failure() == "rank 1 has fallen over"
-    mine.note_entered(1, 3)
-    assert made[0].behind(3) == [0]
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    names = {one.split()[-2] for one in maps if "memfd:hydroslurm" in one}
-    assert names == {"/memfd:hydroslurm"}
-    assert made[0].dead() == []
-    mine.close()
-    assert made[0].dead() == [1]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
