@@ -68,6 +68,19 @@ class SlowSync(HeldDisk):
         super().fsync(fd)
 
 
+class LateCommit(HeldDisk):
+    """Holds the first rename of the steps instead."""
+
+    def create(self, path: Path) -> int:
+        return Storage.create(self, path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self.is_of(target) and not self.reached.is_set():
+            self.reached.set()
+            assert self.let_go.wait(60)
+        super().rename(source, target)
+
+
 class LateFolder(Storage):
     """Does not look for the number of its first save before another save has a folder, or has had
     the time to make one."""

@@ -17,6 +17,7 @@ import pytest
 from checkpoint.disks import (
     BrokenDisk,
     HeldDisk,
+    LateCommit,
     LateFolder,
     Saving,
     SlowRemoval,
@@ -429,14 +430,23 @@ def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path
 
 def test_a_stop_follows_a_save_of_its_step(tmp_path: Path) -> None:
     """A periodic save has just begun when a stop saves the same step with another state: that of
-    the stop is the newer checkpoint."""
-    on = Saving(tmp_path, LateFolder())
+    the stop is the newer checkpoint, also where the one before is given up and commits last."""
+    on = Saving(tmp_path / "early", LateFolder())
     on.disk.is_armed = True
     on.start(5)
     assert on.stop(5, state=state_of(6.0)).is_committed
     on.end()
     assert on.steps == [5, 5]
     assert on.values == {5: (6.0, 6.0)}
+    late = Saving(tmp_path / "late", LateCommit(5))
+    expect(late.saver, seconds=20.0)
+    late.start(5)
+    saved = late.stop(5, 40, state_of(6.0))
+    assert saved.is_committed
+    assert saved.reason.endswith("that one is given up")
+    late.end()
+    assert late.steps == [5, 5]
+    assert late.values == {5: (6.0, 6.0)}
 
 
 def test_the_caller_has_control_at_the_deadline(tmp_path: Path) -> None:
