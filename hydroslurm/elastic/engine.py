@@ -21,7 +21,7 @@ from hydroslurm.elastic.sharded import Shards, sharded_modules
 from hydroslurm.errors import UsageError
 
 LEAVE_S = 20.0
-"""How long a training thread may take to obey once the others have gone on without it."""
+"""How long a training thread has to react once the others have gone on without it."""
 
 
 class InPlaceEngine:
@@ -163,9 +163,9 @@ class InPlaceEngine:
         self.group.close()
 
     def _abort(self, depart: Depart | None) -> None:
-        """Have collectives fail that wait for a rank which is gone. End the process if it is to
-        leave and its training thread does not come: gloo's loop may begin a send on a connection
-        that has just broken, and forgets who waits for it (seen with 2.13); nothing wakes it."""
+        """Make collectives fail that wait for a lost rank. If this rank has to leave, end the
+        process when its training thread does not react: gloo may begin a send on a connection
+        that has just broken, and then never wakes the waiter (seen with 2.13)."""
         self.group.abort()
         until_s = time.monotonic() + LEAVE_S
         while depart is not None and self.member.is_dismissed:

@@ -571,7 +571,7 @@ class Member:
         self._on_abort(None)
 
     def _leave_now(self, depart: Depart) -> None:
-        """The others have gone on without this rank, whose collectives may still wait for them."""
+        """Leave: the others have gone on without this rank, whose collectives may await them."""
         self._put(depart)
         self._closed = True
         if not self._is_trained:
