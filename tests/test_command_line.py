@@ -155,6 +155,8 @@ def test_what_no_job_can_have_is_refused(
     for option, values in SUBMISSIONS.items():
         for value in values:
             refused(capsys, "submit", "--partition", "low", f"{option}={value}", "train.py")
+    large = refused(capsys, "submit", "--partition", "low", "--nodes=400", "train.py")
+    assert re.search(r"job \d+ was cancelled, .* it asked for 400 nodes of partition low", large)
     (on_cluster / "a.yaml").mkdir()
     for script in ("", "no.py", ".", "-m", "no.yaml", "a.yaml"):
         refused(capsys, "submit", script)

@@ -15,7 +15,7 @@ from hydroslurm.elastic.roster import Send, Size, Timing
 @pytest.mark.parametrize(
     ("members", "local_size", "slowest_s", "misses", "seed"),
     [
-        pytest.param(*world, seed, marks=[pytest.mark.long] if seed >= 8 else [])
+        pytest.param(*world, seed, marks=[pytest.mark.long] if seed >= 4 else [])
         for seed in range(50)
         for world in (
             (2, 1, 0.05, 0.0),

@@ -256,27 +256,6 @@ def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -
     assert not (folder / "runs").exists()
 
 
-def test_a_job_that_can_never_start_is_refused(
-    on_cluster: None, folder: Path, slurm: SlurmClient
-) -> None:
-    """More nodes than the partition has, which 22.05 and 26.05 would keep for ever, and more CPUs
-    than a node has, which Slurm sees as it takes the job; one that only waits is taken."""
-    for options, why in (
-        (("-N", "99"), "it asked for 99 nodes of partition low"),
-        (("-c", "999"), ""),
-    ):
-        done = hydroslurm_submit(folder, *options, "train.py", str(folder / "stop"))
-        assert (done.returncode, done.stdout) == (1, "")
-        assert len(done.stderr.splitlines()) == 1
-        assert why in done.stderr
-        if named := re.search(r"job (\d+) was cancelled", done.stderr):
-            assert slurm.job(int(named[1])).state.has_ended
-    later = ("--sbatch", "begin=now+1hour")
-    done = hydroslurm_submit(folder, *later, "train.py", str(folder / "stop"))
-    assert (done.returncode, done.stderr) == (0, "")
-    slurm.cancel(slurm.job(int(done.stdout.split()[1])))
-
-
 def hydroslurm_submit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return captured(
         [sys.executable, "-m", "hydroslurm.cli", "submit", "--folder", "runs", *words],
