@@ -263,7 +263,9 @@ def deaths(folder: Path) -> int:
 def told_why(folder: Path) -> int:
     """What ends the save of one rank ends it for all, with the same words and no trace: one that is
     cancelled while it writes, that does not come (and is told when it does), that holds other
-    tensors, and that has what cannot be saved."""
+    tensors, and that has what cannot be saved. Also those ranks hear of it that would not hear what
+    the others have written."""
+    save_module.COMMITTERS = 1
 
     def save_of(peers: PipePeers, state: State | None = None, **options: Any) -> None:
         where = folder / options.pop("where") / "c"
