@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,14 +30,6 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def command(*words: str) -> list[str]:
     """What a person types, without what the tests' own children read at their start."""
     return [sys.executable, "-m", "hydroslurm.cli", "prove", *words]
-
-
-def test_a_loop_that_saves_all_of_its_state(preemptible_training: Callable[..., Proof]) -> None:
-    """By the fixture, as another project's test would: stopped twice, and the same bits."""
-    proof = preemptible_training(str(LOOP), "nothing", steps=20, stops=2, preempt="off")
-    assert [stop.status for stop in proof.stops] == [75, 75]
-    assert str(proof) == "the same bits: 20 steps, 2 stops"
-    assert list(Path.cwd().iterdir()) == []  # it worked elsewhere
 
 
 @pytest.mark.parametrize(("stops", "latest"), [(3, 37), (1, 1), (6, 57), (9, 4)])
@@ -126,6 +117,7 @@ def test_arguments_that_leave_nothing_to_compare(tmp_path: Path) -> None:
         prove(outside, tmp_path / "c", steps=3, stops=1)
 
 
+@pytest.mark.slurm
 def test_two_ranks_of_a_real_job(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """Requeued by Slurm; nothing of the job is left behind."""
     words = ["--preempt", "off", "--slurm", "-p low -N 2 -n 2", "--steps", "6", "--stops", "1"]

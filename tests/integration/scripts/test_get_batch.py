@@ -31,5 +31,5 @@ def test_changed_it_is_resumed(
     script = tmp_path / "train.py"
     script.write_text(changed(SCRIPT, PAGE))
     monkeypatch.chdir(tmp_path)
-    proof = preemptible_training(str(script), steps=10, stops=1, seed=4)
-    assert (proof.steps, len(proof.stops)) == (10, 1)
+    proof = preemptible_training(str(script), steps=10, stops=2, seed=4)
+    assert (proof.steps, [stop.status for stop in proof.stops]) == (10, [75, 75])
