@@ -28,16 +28,18 @@ _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 
 
+class NotText(ValueError):
+    """A number, a truth value or nothing where text is wanted."""
+
+
 def is_text(value: object) -> object:
     """Refuse 1, true and null where text is wanted.
 
     Raises:
-        ValueError: says what to do; not the value, which may be a secret.
+        NotText: strictness alone would not say what to do.
     """
     if value is None or isinstance(value, (bool, int, float)):
-        kinds = {bool: "true or false", type(None): "nothing"}
-        kind = kinds.get(type(value), "a number")
-        raise ValueError(f"wanted text, got what YAML reads as {kind}; put it in quotes")
+        raise NotText("wanted text")
     return value
 
 

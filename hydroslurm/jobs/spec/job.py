@@ -109,6 +109,7 @@ class TrainingJob(Part):
 MOST_RANKS = 65536
 
 _TORCHRUN = ("torchrunConfig",)
+_ENABLE = (*_TORCHRUN, "enable")
 _PROCS = (*_TORCHRUN, "procPerNode")
 
 
@@ -144,7 +145,7 @@ def _types(job: TrainingJob) -> Iterator[Complaint]:
     for number, spec in enumerate(job.replica_specs):
         if types.index(types[number]) < number:
             message = f"{spec.type!r} is there already; add up the replicas of one type"
-            yield Complaint(("replicaSpecs", number, "type"), message)
+            yield Complaint(("replicaSpecs", number, "type"), message, (("replicaSpecs",),))
 
 
 def _size(job: TrainingJob) -> Iterator[Complaint]:
@@ -157,21 +158,22 @@ def _size(job: TrainingJob) -> Iterator[Complaint]:
 def _of_replicas(job: TrainingJob, spec: ReplicaSpec, at: KeyPath) -> Iterator[Complaint]:
     resources, torchrun = spec.template.resources, job.torchrun_config
     where = (*at, "template", "resources")
+    replicas, kind = (*at, "replicas"), (*at, "type")
     if spec.type.lower() == MASTER and spec.replicas != 1:
         message = f"{spec.replicas} masters; there can be one, whose end is the job's"
-        yield Complaint((*at, "replicas"), message)
+        yield Complaint(replicas, message, (kind,))
     if resources.nodes is not None and spec.replicas % resources.nodes:
         message = f"{spec.replicas} replicas cannot be shared evenly by {resources.nodes} nodes"
-        yield Complaint((*where, "nodes"), message)
+        yield Complaint((*where, "nodes"), message, (replicas,))
     if torchrun.enable and resources.tasks != 1:
         message = (
             f"{resources.tasks}, but with torchrun a replica is one agent; say "
             "torchrunConfig.procPerNode instead"
         )
-        yield Complaint((*where, "tasks"), message)
+        yield Complaint((*where, "tasks"), message, (_ENABLE,))
     if torchrun.enable and torchrun.proc_per_node == "gpu" and not resources.gpus:
         message = "torchrunConfig.procPerNode is gpu, and no GPU is asked for here"
-        yield Complaint((*where, "gpus"), message)
+        yield Complaint((*where, "gpus"), message, (_ENABLE, _PROCS))
     seen: set[str] = set()
     for number, one in enumerate(spec.template.env):
         if one.name in seen:
@@ -184,7 +186,7 @@ def _min_nodes(job: TrainingJob) -> Iterator[Complaint]:
     least = job.torchrun_config.min_nodes
     if least is not None and least > job.replicas:
         message = f"{least} is more than the {job.replicas} replicas that there are"
-        yield Complaint((*_TORCHRUN, "minNodes"), message)
+        yield Complaint((*_TORCHRUN, "minNodes"), message, (("replicaSpecs",),))
 
 
 def _debug(job: TrainingJob) -> Iterator[Complaint]:
@@ -193,7 +195,7 @@ def _debug(job: TrainingJob) -> Iterator[Complaint]:
         if one.type.lower() not in (name.lower() for name in types):
             message = f"there is no replica type {one.type!r}; wanted one of {', '.join(types)}"
             path = ("runMode", "debug", "replicaSpecs", number, "type")
-            yield Complaint(path, message)
+            yield Complaint(path, message, (("replicaSpecs",),))
 
 
 def _warning(job: TrainingJob) -> Iterator[Complaint]:
@@ -203,7 +205,8 @@ def _warning(job: TrainingJob) -> Iterator[Complaint]:
             f"{warning_s} s before a limit of {limit_min} min would be at the start; shorten it, "
             "or raise scheduler.timeLimitMinutes"
         )
-        yield Complaint(("preemption", "warningSeconds"), message)
+        path = ("preemption", "warningSeconds")
+        yield Complaint(path, message, (("scheduler", "timeLimitMinutes"),))
 
 
 def _elastic_sums(elastic: Elastic) -> Iterator[Complaint]:
@@ -214,33 +217,37 @@ def _elastic_sums(elastic: Elastic) -> Iterator[Complaint]:
             f"{elastic.lr} follows the samples of a step, and batch: keep_global keeps these; say "
             "batch: per_rank, or leave lr out"
         )
-        yield Complaint((*own, "lr"), message)
+        yield Complaint((*own, "lr"), message, ((*own, "batch"),))
     if elastic.summation == "fixed_order" and elastic.batch != "keep_global":
         message = (
             f"fixed_order adds up the same shards at every size, and batch: {elastic.batch} has "
             "others; say batch: keep_global, or leave summation out"
         )
-        yield Complaint((*own, "summation"), message)
+        yield Complaint((*own, "summation"), message, ((*own, "batch"),))
     if elastic.averaging is not None and elastic.summation != "all_reduce":
         message = (
             f"averages weights and sums no gradients, and summation: {elastic.summation} says how "
             "they are summed; leave one of them out"
         )
-        yield Complaint((*own, "averaging"), message)
+        yield Complaint((*own, "averaging"), message, ((*own, "summation"),))
 
 
 def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     """What does not go with ranks that are started anew in each generation."""
     own = ("elastic",)
+    engine = (*own, "engine")
     if elastic.engine == "in_place":
         message = (
             f"{elastic.engine} keeps the processes, and torchrunConfig.enable has agents that "
             "start them anew; say engine: restart, or leave torchrunConfig out and give the ranks "
             "of a member as resources.tasks"
         )
-        yield Complaint((*own, "engine"), message)
+        yield Complaint(engine, message, (_ENABLE,))
         return
-    kept = {"batch": "keep_global", "summation": "fixed_order"}
+    kept = {
+        "batch": "keep_global",
+        "summation": "fixed_order",
+    }
     wanted = [name for name, value in kept.items() if getattr(elastic, name) == value]
     if elastic.averaging is not None:
         wanted.append("averaging")
@@ -254,18 +261,18 @@ def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             "with engine: restart the ranks are started anew, and each keeps its own batch size. "
             "Leave it out, or say engine: in_place"
         )
-        yield Complaint((*own, name), message)
+        yield Complaint((*own, name), message, (engine, _ENABLE))
     torchrun = job.torchrun_config
     if torchrun.min_nodes is not None:
         message = f"{torchrun.min_nodes}, and elastic.min says it; leave it out"
-        yield Complaint((*_TORCHRUN, "minNodes"), message)
+        yield Complaint((*_TORCHRUN, "minNodes"), message, (own,))
 
 
 def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     own = ("elastic",)
     if elastic.min > elastic.max:
         message = f"{elastic.min} is more than max, {elastic.max}; lower it, or raise max"
-        yield Complaint((*own, "min"), message)
+        yield Complaint((*own, "min"), message, ((*own, "max"),))
     elif not elastic.min <= job.members <= elastic.max:
         named = elastic.size is not None
         at: KeyPath = (*own, "size") if named else ("replicaSpecs", 0, "replicas")
@@ -273,20 +280,20 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             f"{job.members} members to begin with, and elastic allows {elastic.min} to "
             f"{elastic.max}; wanted min <= {'size' if named else 'replicas'} <= max"
         )
-        yield Complaint(at, message)
+        yield Complaint(at, message, (own,))
     yield from _elastic_sums(elastic)
     if len(job.replica_specs) > 1:
         message = (
             f"{len(job.replica_specs)} types of replicas; the members of an elastic job are alike: "
             "leave one, or leave elastic out"
         )
-        yield Complaint(("replicaSpecs",), message)
+        yield Complaint(("replicaSpecs",), message, (own,))
     resources = job.replica_specs[0].template.resources
     if resources.nodes is not None:
         where = ("replicaSpecs", 0, "template", "resources", "nodes")
-        yield Complaint(where, "each member of an elastic job is one node; omit it")
+        yield Complaint(where, "each member of an elastic job is one node; omit it", (own,))
     if job.has_agent:
         yield from of_restart(job, elastic)
     if job.run_mode.debug.enable:
         message = "true, and an elastic job has nothing to hold; leave elastic out while debugging"
-        yield Complaint(("runMode", "debug", "enable"), message)
+        yield Complaint(("runMode", "debug", "enable"), message, (own,))

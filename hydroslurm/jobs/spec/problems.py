@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_snake
 
-from hydroslurm.jobs.spec.fields import nearest
+from hydroslurm.jobs.spec.fields import NotText, nearest
 from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
-from hydroslurm.jobs.spec.source import Complaint, KeyPath
+from hydroslurm.jobs.spec.source import Complaint, KeyPath, Source
 
 MOST_PROBLEMS = 60
 """How many are reported: a file with more is not a job spec."""
 
 
 def complaints_of(
-    error: ValidationError, value: object, *, place: Callable[[KeyPath], KeyPath]
+    error: ValidationError, value: object, *, source: Source, place: Callable[[KeyPath], KeyPath]
 ) -> tuple[Complaint, ...]:
     """All errors, by their paths in the file.
 
     Args:
         error: what validating ``value`` as :class:`TrainingJob` raised.
         value: what was validated.
+        source: the file.
         place: maps a path in ``value`` to the path in the file that it comes from.
     """
     found: dict[Complaint, None] = {}
@@ -31,6 +33,7 @@ def complaints_of(
     def note(path: KeyPath, message: str) -> None:
         found[Complaint(place(path), message)] = None
 
+    wrong: list[KeyPath] = []
     errors: list[dict[str, Any]] = [
         dict(one)
         for one in error.errors(include_url=False)
@@ -41,14 +44,51 @@ def complaints_of(
         errors = foreign  # another format: its fields are not our concern
     misspelt = {_meant(one) for one in errors if one["type"] == "extra_forbidden"}
     for one in errors:
-        if one["type"] == DOES_NOT_FIT:  # alone: all fields are valid one by one
-            for complaint in one["ctx"]["found"]:
-                note(complaint.path, complaint.message)
+        if one["type"] == DOES_NOT_FIT:
             continue
         path = _as_written(one["loc"], value)
+        wrong.append(path)
         if one["type"] != "missing" or path not in misspelt:
-            note(path, message_of(one, path))
+            note(path, message_of(one, path, source.written.get(place(path))))
+    if not foreign:
+        for complaint in _complaints(error, value, wrong):
+            note(complaint.path, complaint.message)
     return tuple(found)
+
+
+def _complaints(error: ValidationError, value: Any, wrong: list[KeyPath]) -> Iterator[Complaint]:
+    """Conflicts between fields, even where single fields are invalid: the job is validated again
+    without those, and a conflict is reported if it depends on none of them."""
+    if wrong and isinstance(value, dict):
+        mended = copy.deepcopy(value)
+        for path in wrong:
+            _take_away(mended, path)
+        try:
+            TrainingJob.model_validate(mended)
+        except ValidationError as second:
+            error = second
+    for one in error.errors(include_url=False):
+        if one["type"] == DOES_NOT_FIT:
+            for complaint in one["ctx"]["found"]:
+                hangs_on = (complaint.path, *complaint.because)
+                if not any(_overlap(path, other) for path in wrong for other in hangs_on):
+                    yield complaint
+
+
+def _overlap(one: KeyPath, other: KeyPath) -> bool:
+    size = min(len(one), len(other))
+    return one[:size] == other[:size]
+
+
+def _take_away(value: Any, path: KeyPath) -> None:
+    """Remove a field. List items stay, so that the indices of the others do not change."""
+    for step in path[:-1]:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return
+    if path and isinstance(value, dict):
+        value.pop(path[-1], None)
 
 
 def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:
@@ -72,8 +112,12 @@ def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:
     return tuple(path)
 
 
-def message_of(error: Mapping[str, Any], path: KeyPath) -> str:
-    """One of pydantic's errors in our words, without the name of the field, which is ``path``."""
+def message_of(error: Mapping[str, Any], path: KeyPath, written: str | None = None) -> str:
+    """One of pydantic's errors in our words, without the field's name.
+
+    Args:
+        path: where it is. written: what the file has there.
+    """
     kind, given, context = error["type"], error.get("input"), error.get("ctx") or {}
     if kind == "extra_forbidden":
         names = tuple(part for part in path if isinstance(part, str))
@@ -84,6 +128,8 @@ def message_of(error: Mapping[str, Any], path: KeyPath) -> str:
         return _not_one_of(given, str(context["expected"]), path)
     if not path:
         return f"wanted the fields of a job spec, at least replicaSpecs; got {_shown(given)}"
+    if kind == "value_error" and isinstance(context["error"], NotText) and written:
+        return _no_text(given, path, written)
     if given is None:
         return "is empty; give it a value, or leave the field out"
     if kind == "value_error":
@@ -145,6 +191,15 @@ _FORMATS: dict[KeyPath, str] = {
 
 def _is_number(given: object) -> bool:
     return isinstance(given, str) and given.isascii() and given.isdecimal()
+
+
+def _no_text(given: object, path: KeyPath, written: str) -> str:
+    """The value of an environment variable may be a secret: it is not repeated."""
+    kind = "nothing" if given is None else "a number"
+    kind = "true or false" if isinstance(given, bool) else kind
+    if "env" in path:
+        return f"wanted text, got what YAML reads as {kind}; put it in quotes"
+    return f'wanted text, got {written}, which YAML reads as {kind}; write "{written}"'
 
 
 def _meant(error: dict[str, Any]) -> KeyPath:

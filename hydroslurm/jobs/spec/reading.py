@@ -129,7 +129,7 @@ def _validated(translation: Translation, source: Source) -> TrainingJob:
         # a spec without problems needs none of it
         from hydroslurm.jobs.spec.problems import complaints_of
 
-        found = complaints_of(error, value, place=translation.origin)
+        found = complaints_of(error, value, source=source, place=translation.origin)
         raise _refusal((*wrong, *found), source) from None
     if wrong:
         raise _refusal(wrong, source)

@@ -1,13 +1,14 @@
 """Read YAML into plain values, and remember the line of each.
 
-PyYAML's safe loader reads it, restricted to the tags of plain data and without aliases. Limits on
-file size and nesting depth are far above any real job spec and stop a hostile file. Dates stay
-text.
+PyYAML's safe loader reads it, restricted to the tags of plain data. Limits on file size, nesting
+depth and the size after alias expansion are far above any real job spec and stop a hostile file.
+Dates stay text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from hydroslurm.errors import SpecError
 
 MOST_BYTES = 1 << 18
 """The largest file that is read."""
+MOST_EXPANDED = 1 << 20
+"""Values and characters that aliases may expand a file to."""
 DEEPEST = 40
 LONGEST_NUMBER = 40
 
 _TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
 _PLAIN = {f"{_TAG}{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 
@@ -36,10 +40,12 @@ class Complaint:
     Attributes:
         path: of the field that most likely has to change.
         message: what was found, what was wanted, what to do.
+        because: the other fields that cause it.
     """
 
     path: KeyPath
     message: str
+    because: tuple[KeyPath, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,13 @@ class Source:
         name: the file's name, for messages.
         value: made of dict, list, str, int, float, bool and None.
         lines: the line on which each key or list item begins, from 1.
+        written: each scalar as the file spells it.
     """
 
     name: str
     value: Any
     lines: Mapping[KeyPath, int]
+    written: Mapping[KeyPath, str]
 
     def line_of(self, path: KeyPath) -> int:
         """The line of a value, or of its nearest existing parent if it is missing."""
@@ -98,8 +106,8 @@ def parse_source(text: str, *, name: str) -> Source:
     """Parse one YAML document.
 
     Raises:
-        SpecError: not YAML, more or less than one document, nested too deep, an alias, a tag that
-            is not plain data, or a duplicate key.
+        SpecError: not YAML, more or less than one document, nested too deep, too large with its
+            aliases expanded, a tag that is not plain data, or a duplicate key.
     """
     try:
         loader = _Loader(text, name)
@@ -118,7 +126,7 @@ def parse_source(text: str, *, name: str) -> Source:
             loader.dispose()
     except yaml.YAMLError as error:
         raise SpecError(_message(error, name, text)) from error
-    return Source(name, value, loader.lines)
+    return Source(name, value, loader.lines, loader.written)
 
 
 def _line(at: yaml.Node | yaml.Event) -> int:
@@ -127,66 +135,107 @@ def _line(at: yaml.Node | yaml.Event) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its dates and its ``=``, for people who write them mean the text; and
-    without aliases and merges, which let a short text stand for any amount of data."""
+    """YAML 1.1 without its dates and its ``=``: people who write them mean the text.
+
+    An alias counts with all that it stands for: a hostile file ends neither the stack nor the
+    memory.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's name, never modified
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in {*_PLAIN, _MERGE}]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
         self.lines: dict[KeyPath, int] = {}
+        self.written: dict[KeyPath, str] = {}
         self._name = name
-        self._level = 0
+        self._open: list[object] = []
+        self._expanded = 0
+        self._most_expanded = max(MOST_EXPANDED, 2 * len(text))
 
     def error(self, at: yaml.Node | yaml.Event, message: str) -> SpecError:
         return SpecError(f"{self._name}:{_line(at)}: {message}")
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            raise self.error(event, f"an alias (*{event.anchor}) is not allowed; write it out")
-        if self._level > DEEPEST:
-            raise self.error(event, f"nests deeper than {DEEPEST} levels; is it a job spec?")
-        self._level += 1
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        return node
+        with self._deeper(self.peek_event()):  # type: ignore[no-untyped-call]
+            return super().compose_node(parent, index)
+
+    @contextlib.contextmanager
+    def _deeper(self, at: yaml.Node | yaml.Event) -> Iterator[None]:
+        if any(at is other for other in self._open):
+            raise self.error(at, "contains itself")
+        if len(self._open) > DEEPEST:
+            raise self.error(at, f"nests deeper than {DEEPEST} levels; is it a job spec?")
+        self._open.append(at)
+        yield
+        self._open.pop()
 
     def value_of(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Build a value, and note its line, and those of all that it holds."""
+        """Build a value, and note its line and spelling, and those of all that it holds."""
         if node.tag not in _PLAIN:
             shown = node.tag.replace(_TAG, "!!", 1)[:60]
             message = f"the tag {shown} is not allowed; a job spec holds plain values only"
             raise self.error(node, message)
-        if isinstance(node, yaml.MappingNode):
-            value: dict[str, Any] = {}
-            for key_node, value_node in node.value:
-                key = self._key(key_node)
-                inner = (*path, key)
-                if key in value:
-                    shown = key if len(key) <= 60 else f"{key[:57]}..."
-                    first = self.lines[inner]
-                    raise self.error(key_node, f"duplicate key {shown!r}, first on line {first}")
-                value[key] = self._item(value_node, inner, _line(key_node))
-            return value
-        if isinstance(node, yaml.SequenceNode):
+        self._count(node, path)
+        if isinstance(node, yaml.ScalarNode):
+            self.written[path] = str(node.value)
+            return self._scalar(node)
+        with self._deeper(node):
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
             return [
                 self._item(item, (*path, index), _line(item))
                 for index, item in enumerate(node.value)
             ]
-        return self._scalar(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        """Build a mapping: its own fields override those merged in (``<<:``), and of these the
+        first override the others."""
+        merged: dict[str, Any] = {}
+        for source in reversed(list(self._sources(node))):
+            merged |= self.value_of(source, path)
+        own: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                continue
+            key = self._key(key_node, path)
+            inner = (*path, key)
+            if key in own:
+                shown = key if len(key) <= 60 else f"{key[:57]}..."
+                first = self.lines[inner]
+                raise self.error(key_node, f"duplicate key {shown!r}, first on line {first}")
+            own[key] = self._item(value_node, inner, _line(key_node))
+        return merged | own
+
+    def _sources(self, node: yaml.MappingNode) -> Iterator[yaml.MappingNode]:
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                is_list = isinstance(value_node, yaml.SequenceNode)
+                for source in value_node.value if is_list else [value_node]:
+                    if not isinstance(source, yaml.MappingNode):
+                        raise self.error(key_node, "<<: wanted a mapping, or a list of mappings")
+                    yield source
+
+    def _count(self, node: yaml.Node, path: KeyPath) -> None:
+        self._expanded += 1 + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
+        if self._expanded > self._most_expanded:
+            # an alias has the line of its anchor: name the field of the document that holds it
+            raise SpecError(
+                f"{self._name}:{self.lines.get(path[:1], 1)}: with its aliases expanded this is "
+                f"more than {MOST_EXPANDED >> 20} MiB; is it a job spec?"
+            )
 
     def _item(self, node: yaml.Node, path: KeyPath, line: int) -> Any:
         self.lines[path] = line
         return self.value_of(node, path)
 
-    def _key(self, node: yaml.Node) -> str:
+    def _key(self, node: yaml.Node, path: KeyPath) -> str:
         """Field names are text, even where YAML would read a number or a boolean."""
         if not isinstance(node, yaml.ScalarNode):
             raise self.error(node, "a list or a mapping cannot be the name of a field")
+        self._count(node, path)
         return str(node.value)
 
     def _scalar(self, node: yaml.Node) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import JobSpec, dumps, load, loads
-from hydroslurm.jobs.spec.source import MOST_BYTES
+from hydroslurm.jobs.spec.source import MOST_BYTES, parse_source
 
 SPEC = "replicaSpecs:\n- template: {command: [python, train.py]}\n"
 
@@ -28,13 +28,24 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
+def chain(one: str, first: str = "[x]", count: int = 30) -> str:
+    """Anchors of which each holds the one before, here ``{}``."""
+    more = (f"a{n + 1}: &a{n + 1} {one.replace('{}', f'*a{n}')}\n" for n in range(count))
+    return f"a0: &a0 {first}\n{''.join(more)}"
+
+
 LIMIT = f"{SPEC}runPolicy: {{backoffLimit: %s}}\n"
 HOSTILE = {
     "deep-flow": ("[" * 10_000, "nests deeper"),
     "deep-block": ("- " * 10_000, "nests deeper"),
     "deep-keys": ("? " * 10_000, "nests deeper"),
-    "alias": ("a: &a [x]\nname: *a\n", "job.yaml:2: an alias (*a) is not allowed; write it out"),
-    "merge": (f"<<: {{x: 1}}\n{SPEC}", "there is no field '<<'"),
+    "deep-by-aliases": (chain("[{}]", count=60), "nests deeper"),
+    "deep-by-merges": (chain("{<<: {}}", "{x: 1}", 60), "nests deeper"),
+    "bomb-of-lists": (chain("[{},{},{}]"), "aliases expanded"),
+    "bomb-of-merges": (chain("{<<: [{}, {}]}", "{x: 1}"), "aliases expanded"),
+    "bomb-of-text": (f"a: &a {'x' * 60_000}\nb: [{'*a, ' * 5000}]\n", "aliases expanded"),
+    "within-itself": ("a: &a [*a]\n", "contains itself"),
+    "merged-with-itself": ("a: &a\n  <<: *a\n", "contains itself"),
     "many-fields": ("".join(f"k{n}: 1\n" for n in range(5000)), "more than 30 problems"),
     "long-number": (LIMIT % ("9" * 5000), "5000 characters"),
     "long-hexadecimal": (LIMIT % ("0x" + "f" * 9000), "characters"),
@@ -43,8 +54,12 @@ HOSTILE = {
     "infinite": ("replicaSpecs: [{template: {command: [a], resources: {cpus: .inf}}}]", "inf is"),
     "binary-tag": ("name: !!binary aGVsbG8=\n" + SPEC, "is not allowed"),
     "forced-tag": (LIMIT % "!!int many", "not a valid"),
+    "unknown-alias": ("name: *nobody\n", "undefined alias"),
     "list-as-key": ("? [a, b]\n: c\n", "cannot be the name of a field"),
     "key-twice-as-number": (f"1: a\n'1': b\n{SPEC}", "duplicate key"),
+    "key-twice-in-a-merge": ("a: {<<: {x: 1, x: 2}}\n", "duplicate key"),
+    "key-twice-beside-a-merge": ("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 3}\n", "duplicate key"),
+    "merge-of-texts": (f"<<: [{{a: b}}, 3]\n{SPEC}", "wanted a mapping"),
     "newlines": ("\n" * (MOST_BYTES - 1), "is empty; wanted a job spec (hydroslurm schema)"),
     "a-word": ("hello\n", "wanted the fields"),
     "a-list": ("- type: worker\n", "wanted the fields of a job spec, at least replicaSpecs; got a"),
@@ -90,6 +105,25 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     assert refused(absent) == f"cannot read {absent}: No such file or directory"
     assert "larger" in refused(Path("/dev/zero"))
     assert "is empty" in refused(Path("/dev/null"))
+
+
+@pytest.mark.parametrize(
+    ("b", "c", "found"),
+    [
+        ("{<<: {x: 1, y: 2}, y: 3}", "{<<: *b, z: 4}", {"x": 1, "y": 3, "z": 4}),
+        ("{y: 3, <<: {x: 1, y: 2}}", "{<<: *b, y: 4}", {"x": 1, "y": 4}),
+        ("{<<: [{x: 1}, {x: 2, y: 3}]}", "{<<: [{z: 9}, *b, {y: 9}]}", {"x": 1, "y": 3, "z": 9}),
+        ("\n  <<: {x: 1}\n  <<: {x: 2, y: 3}", "{<<: [{x: 9}, *b]}", {"x": 9, "y": 3}),
+        ("{<<: {x: {p: 1}, y: 2}, x: 1, y: 3}", "{x: {<<: *b}}", {"x": {"x": 1, "y": 3}}),
+    ],
+)
+def test_a_mapping_that_merges_and_overrides_is_used_again(
+    b: str, c: str, found: dict[str, int]
+) -> None:
+    """As an alias, merged once more and overridden; each use leaves the others what they are."""
+    value = parse_source(f"b: &b {b}\nc: {c}\nd: [*b, *b]\n", name="job.yaml").value
+    once = {"x": 1, "y": 3}
+    assert value == {"b": once, "c": found, "d": [once, once]}
 
 
 def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ def test_a_misspelt_field_is_an_error_at_every_level() -> None:
 @pytest.mark.parametrize(
     ("container", "more", "message"),
     [
-        ("{command: [a], args: [1]}", "", "12: .*containers[0].args[0]: wanted text, got what"),
+        ("{command: [a], args: [1]}", "", "12: .*containers[0].args[0]: wanted text, got 1"),
         ("[a]", "", "12: .*containers[0]: wanted fields with values"),
         ("{command: [a], resources: {limits: 3}}", "", "12: .*limits: wanted fields with"),
         ("args: [a]", "", "12: .*containers[0].command: is missing"),
