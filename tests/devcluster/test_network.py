@@ -78,9 +78,11 @@ def test_a_network_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path
     require_network()
     spec = ClusterSpec(nodes=2, directory=tmp_path / "c", network=True)
     network.create(spec, "host", tmp_path / "hosts")
-    with pytest.raises(ClusterError, match=r"\(RTNETLINK answers: File exists\), which needs root"):
-        network.create(spec, "host", tmp_path / "hosts")
-    network.remove(spec)
+    try:
+        with pytest.raises(ClusterError, match=r"\(RTNETLINK answers: File exists\), which needs"):
+            network.create(spec, "host", tmp_path / "hosts")
+    finally:
+        network.remove(spec)
     assert left_of(spec) == set()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"No such file.*needs root"):
