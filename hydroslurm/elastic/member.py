@@ -318,7 +318,7 @@ class Member:
             try:
                 self._all_done = bool(self._ask({"type": "done"}, GOODBYE_S))
             except CoordinatorLost:
-                self._all_done = self._has_succeeded()
+                self._all_done = self._state_of_run() == "Succeeded"
                 if self._closed:
                     break
             else:
@@ -412,8 +412,11 @@ class Member:
             time.sleep(RETRY_S)
 
     def _look_for_end(self) -> None:
-        """Check the status file: maybe no coordinator is left to say that the run has finished."""
-        if self._has_succeeded():
+        """Check the status file: maybe no coordinator is left to say that the run has ended."""
+        state = self._state_of_run()
+        if state == "Failed" and self.generation:
+            self._leave_now(Depart("the run has failed without it", failed=True))
+        elif state == "Succeeded":
             is_final = self._holding is not None and self._holding[2]
             if self.generation and not (self._is_trained or is_final):
                 self._leave_now(Depart("the run has finished without it"))
@@ -428,9 +431,8 @@ class Member:
                 "until it is back. Is its job running?"
             )
 
-    def _has_succeeded(self) -> bool:
-        status = self._folder.read(self._folder.status_json) or {}
-        return status.get("state") == "Succeeded"
+    def _state_of_run(self) -> object:
+        return (self._folder.read(self._folder.status_json) or {}).get("state")
 
     def _serve(self) -> None:
         connection = self._connect()

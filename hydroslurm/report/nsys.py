@@ -102,6 +102,12 @@ class ProfiledPause:
     error_ns: int | None
     """Error bound of nsys's times; None: the clocks could not be aligned."""
 
+    @property
+    def unparked_mono_ns(self) -> int | None:
+        """When the pause ended: the resume was requested, else the first thread ran. A column of
+        the table, which asks for it by name."""
+        return self.resume_requested_mono_ns or self.running_mono_ns
+
 
 @dataclass(frozen=True)
 class ProfiledStop:

@@ -46,10 +46,10 @@ class Column:
 
 
 _EVENTS = {
-    "suspend": "suspends of some seconds",
-    "preempt": "urgent jobs",
-    "requeue": "requeues by an operator",
-    "failure": "failures of its node",
+    "suspend": "suspend of some seconds",
+    "preempt": "urgent job",
+    "requeue": "requeue by an operator",
+    "failure": "failure of its node",
 }
 FINISH = (
     Column("minutes", "minutes until done"),
@@ -110,7 +110,7 @@ BLOCKS = {"finish": FINISH, "compare": COLUMNS}
 
 def _storm(result: Mapping[str, Any]) -> str:
     kinds = Counter(event["kind"] for event in result["events"])
-    events = ", ".join(f"{count} {_EVENTS[kind]}" for kind, count in kinds.items())
+    events = ", ".join(f"{count} × {_EVENTS[kind]}" for kind, count in kinds.items())
     return (
         f"The storm: {events}, at the same moments for each. The ideal is the bare script without "
         f"them, {result['steps'] * result['bare_step_ms'] / 6e4:.2f} minutes for "

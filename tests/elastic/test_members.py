@@ -25,6 +25,7 @@ from hydroslurm.core.rundir import ELASTIC_ENV
 from hydroslurm.elastic import coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.member import LOOK_AFTER_S, Member
+from hydroslurm.elastic.roster import Depart
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework import FrameworkSession
 
@@ -196,7 +197,8 @@ def trains_for(story: ElasticStory, name: str, seconds: float) -> None:
 
 
 def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) -> None:
-    """At its time limit it goes, and the members wait for the next one."""
+    """At its time limit it goes, and the members wait for the next one; where the run has failed
+    meanwhile they leave."""
     folder = ElasticFolder(run=tmp_path)
     folder.root.mkdir(mode=0o700)
     write_options(folder, max=1)
@@ -210,8 +212,11 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
         served.serve_once()
     served.end_within(0.0)
     served.run()
-    member.close()
     thread.join()
+    folder.write(folder.status_json, {"state": "Failed"})
+    left = member.again(stop=lambda: False)
+    member.close()
+    assert left == Depart("the run has failed without it", failed=True)
     assert [one["kind"] for one in folder.ledger()] == ["coordinator", "forming"]
 
 
