@@ -13,6 +13,7 @@ import torch
 from submitit.core.job_environment import SignalHandler
 
 from hydroslurm.core.jobid import JobId
+from hydroslurm.runtime import unsaved_warning
 from hydroslurm.runtime.unsaved_warning import (
     UPDATES,
     Training,
@@ -38,10 +39,16 @@ def test_only_where_a_preemption_stops_the_job(monkeypatch: pytest.MonkeyPatch) 
         assert handles_sigterm() == (getattr(handler, "__name__", "") == "<lambda>")
 
 
-def test_only_who_trains_is_warned() -> None:
+def test_only_who_trains_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that has made its optimizer, and loads or waits, may make its Run next: nothing is
     known of it before parameters have changed again and again."""
     model = torch.nn.Linear(3, 1)
+    others = _optimizers()  # tests that ran before in this process left them
+
+    def ours() -> list[torch.optim.Optimizer]:
+        return [one for one in _optimizers() if all(one is not other for other in others)]
+
+    monkeypatch.setattr(unsaved_warning, "_optimizers", ours)
     training = Training()
     training.look()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
