@@ -86,9 +86,10 @@ def pause(training: RanksTraining, node: str, fault: Fault) -> None:
 
 
 def commit(training: RanksTraining, node: str, fault: Fault) -> None:
-    """All commit a checkpoint while they train."""
-    training.wait_for(0, EventKind.SAVE_STARTED, attempt=1)
-    with broken(training.cluster, node, fault):
+    """All commit a checkpoint while they train: the first message that is affected is the node's
+    own, that it has written its part."""
+    with broken(training.cluster, node, fault, b"/written") as begun:
+        training.wait_until(begun.is_set, "a part on the disk")
         if fault.loss == 1.0:
             time.sleep(BROKEN_S)
         else:

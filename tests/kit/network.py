@@ -52,20 +52,23 @@ LOSSY = Fault(loss=0.05)
 
 
 @contextlib.contextmanager
-def broken(cluster: DevCluster, node: str, fault: Fault) -> Iterator[None]:
-    """A fault on one node's network during the block."""
+def broken(
+    cluster: DevCluster, node: str, fault: Fault, since: bytes = b""
+) -> Iterator[threading.Event]:
+    """A fault on one node's network during the block, from the first frame on that contains
+    ``since``: the event is set by then."""
     number = cluster.spec.node_names.index(node)
     cable, bridge = cluster.spec.cables[number], cluster.spec.bridge
     tap = f"{cable}t"
     ends = _packet_socket(cable), _tap(tap)
-    stop = threading.Event()
-    relay = threading.Thread(target=_relay, args=(*ends, fault, stop), name=tap)
+    begun, stop = threading.Event(), threading.Event()
+    relay = threading.Thread(target=_relay, args=(*ends, fault, since, begun, stop), name=tap)
     try:
         # without ARP: else this machine would answer for its own address on the loose cable
         _ip(f"link set {cable} nomaster arp off")
         _ip(f"link set {tap} master {bridge} up")
         relay.start()
-        yield
+        yield begun
     finally:
         stop.set()
         relay.join()
@@ -91,7 +94,14 @@ def on_node(cluster: DevCluster, node: str, call: Callable[[], T]) -> T:
         return pool.submit(called).result()
 
 
-def _relay(cable: int, tap: int, fault: Fault, stop: threading.Event) -> None:
+def _relay(
+    cable: int,
+    tap: int,
+    fault: Fault,
+    since: bytes,
+    begun: threading.Event,
+    stop: threading.Event,
+) -> None:
     dice = random.Random(0)
     waiting: deque[tuple[float, int, bytes]] = deque()
     while not stop.is_set():
@@ -99,7 +109,9 @@ def _relay(cable: int, tap: int, fault: Fault, stop: threading.Event) -> None:
         for end in select.select([cable, tap], [], [], min(left_s, 0.05))[0]:
             frame = os.read(end, _FRAME_BYTES)
             way, other = ("from", tap) if end == cable else ("to", cable)
-            affected = way in fault.ways
+            if since in frame:
+                begun.set()
+            affected = begun.is_set() and way in fault.ways
             if not (affected and dice.random() < fault.loss):
                 waiting.append((time.monotonic() + fault.delay_s * affected, other, frame))
         while waiting and waiting[0][0] <= time.monotonic():
