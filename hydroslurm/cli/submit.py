@@ -116,7 +116,7 @@ def submit(
         return
     with without_gc():  # it would spend 20 ms on what submitit has just made
         job = _executor(folder, asked, options).submit_script(script, *words, module=module)
-    _announce(int(job.job_id), job.run_dir, nodes)
+    _announce(int(job.job_id), job.run_dir)
     if wait:
         _wait(job)
 
@@ -159,7 +159,7 @@ def _submit_spec(
         from hydroslurm.jobs.spec.reading import load
 
         job = submit_job(load(file, to_submit=True), folder=folder, environ=os.environ)
-    _announce(job.job_id, job.run, job.plan.nodes, janitor_id=job.janitor_id)
+    _announce(job.job_id, job.run)
     for note in job.notes:
         typer.echo(f"hydroslurm: {note}", err=True)
     if wait:
@@ -182,16 +182,8 @@ def note_misplaced(context: typer.Context, script: str, words: Sequence[str]) ->
         )
 
 
-def _announce(job_id: int, run: RunDir, nodes: int, *, janitor_id: int | None = None) -> None:
-    """Print the job and commands for it; on stderr if stdout fails.
-
-    Raises:
-        LaunchError: it could never start, and was cancelled.
-    """
-    from hydroslurm.errors import LaunchError
-    from hydroslurm.jobs.launch.sbatch import cancel_if_hopeless
-    from hydroslurm.slurm.client import RetryPolicy, open_client
-
+def _announce(job_id: int, run: RunDir) -> None:
+    """Print the job and commands for it; on stderr if stdout fails."""
     lines = [f"job {job_id}  run folder {run.root}"]
     for command, does in (
         (f"logs -f {job_id}", "its output"),
@@ -201,19 +193,11 @@ def _announce(job_id: int, run: RunDir, nodes: int, *, janitor_id: int | None = 
         (f"cancel {job_id}", "end it for good"),
     ):
         lines.append(f"  hydroslurm {command:<16} {does}")
-    why = None
     try:
-        client = open_client(retry_policy=RetryPolicy(call_timeout_s=5.0, give_up_after_s=0.0))
-        why = cancel_if_hopeless(client, job_id, run, nodes=nodes, janitor_id=janitor_id)
-    finally:  # name the job whatever interrupts the query
-        if why is None:
-            try:
-                typer.echo("\n".join(lines))
-            except OSError:  # a full disk, a reader that has left
-                typer.echo(lines[0], err=True)
-                raise
-    if why is not None:
-        raise LaunchError(why)
+        typer.echo("\n".join(lines))
+    except OSError:  # a full disk, a reader that has left
+        typer.echo(lines[0], err=True)
+        raise
 
 
 def _pairs(options: list[str]) -> dict[str, str | bool]:

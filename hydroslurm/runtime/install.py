@@ -122,7 +122,7 @@ def install(
     with _lock:
         if gives_way():
             live = _require_installed()
-            _require_same(live.controller, plan, chosen_kind(gate, environ))
+            _require_same(live.controller, plan, chosen_kind(gate, environ), world)
             live.unasked = False
             _change_folder(live.controller, plan, environ, run_dir=run_dir)
             if world is None:
@@ -162,13 +162,16 @@ def install_unasked() -> None:
         _require_installed().unasked = True
 
 
-def _require_same(live: Controller, plan: SignalPlan, gate: GateKind) -> None:
+def _require_same(live: Controller, plan: SignalPlan, gate: GateKind, world: World | None) -> None:
     """Refuse what cannot be changed while signals may arrive."""
     has, remedy = "", ""
     if plan != live.plan:
         has, remedy = "other signals", f"{SIGNALS_ENV}=NAME=SIGNAL,..."
     elif gate not in ("auto", live.gate.name):
         has, remedy = f"the {live.gate.name} gate", f"{GATE_ENV}={gate}"
+    elif world is not None and live.gate.name == "hooks":
+        has = f"the hooks gate, which holds one rank, and {world.world_size} pause together here"
+        remedy = f"{GATE_ENV}=native"
     if has:
         raise UsageError(
             f"{autoload.PREEMPT_ENV} has made this process pausable with {has}. Choose for both "

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,9 +31,11 @@ from typing import TYPE_CHECKING
 from hydroslurm.core import rundir
 from hydroslurm.core.command import Command
 from hydroslurm.core.decoding import decode
+from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.fence import Claim
 from hydroslurm.core.files import clean, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import RunFolderError, SlurmError, UsageError
 from hydroslurm.slurm.allocation import is_alone, step_of
@@ -51,6 +53,9 @@ _ANSWER_S = 20.0
 _APPEAR_S = 1.0
 """Delay after which a network file system shows what another rank has written."""
 _LOOK_AGAIN_S = 0.1
+_LOOK_AT_SAVES_S = 0.05
+_SILENT_S = 15.0
+"""A rank that has not written its status for so long, or for three heartbeats, has been killed."""
 _LIMIT_BYTES = 1 << 16
 _STEP_ADDRESS = ("SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_PORT")
 _BATCH_ADDRESS = ("SLURMD_NODENAME", "SLURM_TASK_PID")
@@ -429,3 +434,57 @@ def _of_another_job(run: RunDir, owner: Owner) -> RunFolderError:
         f"{made:%Y-%m-%d %H:%M:%S} UTC on cluster {clean(owner.cluster) or '(unknown)'}. "
         f"{rundir.RUN_DIR_ENV} or Run(directory=...) names another one"
     )
+
+
+# --- the other trainings of a job
+# ------------------------------------------------------------------------------------------------
+
+
+def wait_until_saved(folders: Iterable[RunDir], *, restart_count: int, until_mono_s: float) -> None:
+    """Wait until none of these trainings is on its way to a save, or the time is over.
+
+    They are the others of this job: ``scontrol requeue`` kills all job steps at once, and the one
+    that is saved first must not take the others' time to save away.
+    """
+    watched = [_Neighbour(folder, restart_count) for folder in folders]
+    while time.monotonic() < until_mono_s:
+        watched = [one for one in watched if one.is_at_work()]
+        if not watched:
+            return
+        time.sleep(_LOOK_AT_SAVES_S)
+
+
+class _Neighbour:
+    def __init__(self, run: RunDir, restart_count: int) -> None:
+        self._run = run
+        self._restart_count = restart_count
+        self._changed: dict[int, tuple[tuple[int, int], float]] = {}
+
+    def is_at_work(self) -> bool:
+        """Whether a rank of it lives, and none has asked for the requeue, which follows the
+        commit of all."""
+        try:
+            files = self._run.rank_status_names()
+        except OSError:
+            return False
+        alive = [rank for rank, path in files.items() if self._lives(rank, read_status(path))]
+        return bool(alive) and not any(self._is_saved(rank) for rank in files)
+
+    def _lives(self, rank: int, status: RankStatus | None) -> bool:
+        if status is None or status.restart_count != self._restart_count:
+            return False
+        if status.state == "ended" or status.finished or not status.saver:
+            return False
+        now_s = time.monotonic()
+        try:
+            facts = self._run.rank_status(rank).stat()
+        except OSError:
+            return False
+        version = facts.st_ino, facts.st_mtime_ns
+        if self._changed.get(rank, (None, 0.0))[0] != version:
+            self._changed[rank] = version, now_s
+        return now_s - self._changed[rank][1] < max(_SILENT_S, 3 * (status.heartbeat_s or 0.0))
+
+    def _is_saved(self, rank: int) -> bool:
+        asked = read_events(self._run.rank_events(rank), kinds=(EventKind.REQUEUE_ASKED,))
+        return any(event.restart_count == self._restart_count for event in asked)

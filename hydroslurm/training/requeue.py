@@ -12,11 +12,11 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import (
     CANCELLED,
     FAILED,
@@ -25,9 +25,8 @@ from hydroslurm.core.exitcodes import (
     ExitForRequeue,
 )
 from hydroslurm.core.fence import Fence, process_began_epoch_s
-from hydroslurm.core.rundir import GENERATION_ENV, RunDir
+from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
-from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
     HydroslurmError,
@@ -42,7 +41,7 @@ from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import Policies, SitePolicy, StopReason, read_policies
 from hydroslurm.slurm.programs import RetryPolicy
-from hydroslurm.slurm.run_folders import others_of_job
+from hydroslurm.slurm.run_folders import others_of_job, wait_until_saved
 from hydroslurm.slurm.stops import (
     IN_GRACE,
     Stop,
@@ -75,9 +74,6 @@ _ENDINGS: dict[StopReason, Ending] = {
     StopReason.CANCELLED: "cancelled",
     StopReason.REQUEUED: "requeued",
 }
-_LOOK_S = 0.05
-_SILENT_S = 15.0
-"""A rank that has not written its status for so long, or for three heartbeats, has been killed."""
 
 
 @dataclass(frozen=True)
@@ -438,57 +434,3 @@ def to_json(seconds: float) -> float | None:
 def from_json(seconds: float | None) -> float:
     """As :func:`to_json` has written it."""
     return math.inf if seconds is None else float(seconds)
-
-
-# --- the other trainings of the job
-# ------------------------------------------------------------------------------------------------
-
-
-def wait_until_saved(folders: Iterable[RunDir], *, restart_count: int, until_mono_s: float) -> None:
-    """Wait until none of these trainings is on its way to a save, or the time is over.
-
-    They are the others of this job: ``scontrol requeue`` kills all job steps at once, and the one
-    that is saved first must not take the others' time to save away.
-    """
-    watched = [_Neighbour(folder, restart_count) for folder in folders]
-    while time.monotonic() < until_mono_s:
-        watched = [one for one in watched if one.is_at_work()]
-        if not watched:
-            return
-        time.sleep(_LOOK_S)
-
-
-class _Neighbour:
-    def __init__(self, run: RunDir, restart_count: int) -> None:
-        self._run = run
-        self._restart_count = restart_count
-        self._changed: dict[int, tuple[tuple[int, int], float]] = {}
-
-    def is_at_work(self) -> bool:
-        """Whether a rank of it lives, and none has asked for the requeue, which follows the
-        commit of all."""
-        try:
-            files = self._run.rank_status_names()
-        except OSError:
-            return False
-        alive = [rank for rank, path in files.items() if self._lives(rank, read_status(path))]
-        return bool(alive) and not any(self._is_saved(rank) for rank in files)
-
-    def _lives(self, rank: int, status: RankStatus | None) -> bool:
-        if status is None or status.restart_count != self._restart_count:
-            return False
-        if status.state == "ended" or status.finished or not status.saver:
-            return False
-        now_s = time.monotonic()
-        try:
-            facts = self._run.rank_status(rank).stat()
-        except OSError:
-            return False
-        version = facts.st_ino, facts.st_mtime_ns
-        if self._changed.get(rank, (None, 0.0))[0] != version:
-            self._changed[rank] = version, now_s
-        return now_s - self._changed[rank][1] < max(_SILENT_S, 3 * (status.heartbeat_s or 0.0))
-
-    def _is_saved(self, rank: int) -> bool:
-        asked = read_events(self._run.rank_events(rank), kinds=(EventKind.REQUEUE_ASKED,))
-        return any(event.restart_count == self._restart_count for event in asked)

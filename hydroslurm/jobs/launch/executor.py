@@ -42,7 +42,12 @@ from hydroslurm.errors import MaybeSubmitted, RunFolderError, SlurmMissing, Usag
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
-from hydroslurm.jobs.launch.sbatch import new_run, new_submission, submit_script
+from hydroslurm.jobs.launch.sbatch import (
+    new_run,
+    new_submission,
+    refuse_hopeless,
+    submit_script,
+)
 from hydroslurm.jobs.spec.script import check_options
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
@@ -143,7 +148,7 @@ class Executor(SlurmExecutor):
 
         Raises:
             UsageError: there is no such script.
-            LaunchError: sbatch refused the job.
+            LaunchError: sbatch refused the job, or it could never start.
         """
         job = self.submit(_script(script, arguments, is_module=module))
         assert isinstance(job, PausableJob)
@@ -194,6 +199,7 @@ class Executor(SlurmExecutor):
                 RuntimeWarning,
                 stacklevel=4,
             )
+        refuse_hopeless(int(job_id), run)
         return found
 
     def _job_name(self, delayed: submitit_utils.DelayedSubmission) -> str:

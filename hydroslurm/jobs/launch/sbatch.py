@@ -105,31 +105,38 @@ def submit_script(script: Path, run: RunDir) -> int:
     return job_id
 
 
-def cancel_if_hopeless(
-    client: SlurmClient, job_id: int, run: RunDir, *, nodes: int, janitor_id: int | None = None
-) -> str | None:
-    """Cancel a job that was just submitted and that Slurm says can never start as things are, with
-    its run folder; returns why. None: it may, or Slurm does not say.
+def refuse_hopeless(job_id: int, run: RunDir, *, janitor_id: int | None = None) -> None:
+    """Cancel a job that was just submitted, with its run folder, if Slurm says that it can never
+    start as things are.
 
     Args:
-        nodes: how many it asked for.
         janitor_id: the job that would clean up after it.
+
+    Raises:
+        LaunchError: it was cancelled.
+        MaybeSubmitted: the user interrupted this.
     """
     from hydroslurm.slurm.text import format_duration
 
     try:
+        client = _client()
         job = client.job(job_id)
         if not job.state.is_waiting or not _NEVER.fullmatch(job.reason):
-            return None
+            return
         for one in (janitor_id, job_id):
             if one is not None:
                 client.cancel(client.job(one))
-    except (SlurmError, UsageError):
-        return None
+    except (SlurmError, UsageError):  # Slurm does not say
+        return
+    except KeyboardInterrupt as error:
+        raise MaybeSubmitted(
+            f"Slurm has the job, as {job_id}; it was interrupted while Slurm was asked whether the "
+            f"job can start. Its run folder is {run.root}; `scancel {job_id}` takes it back"
+        ) from error
     _remove(run, [run.root.parent])
-    return (
+    raise LaunchError(
         f"job {job_id} was cancelled, since it could never start ({job.reason}): it asked for "
-        f"{_counted(nodes)} of partition {job.partition}, time limit "
+        f"{_counted(job.n_nodes or 1)} of partition {job.partition}, time limit "
         f"{format_duration(job.time_limit_s)}. Lower what it asks for, or name another partition, "
         "QOS or account"
     )

@@ -24,7 +24,7 @@ from hydroslurm.errors import LaunchError, MaybeSubmitted, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
 from hydroslurm.jobs.launch.job_script import janitor_script, job_script
-from hydroslurm.jobs.launch.sbatch import new_submission, submit_script
+from hydroslurm.jobs.launch.sbatch import new_submission, refuse_hopeless, submit_script
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -95,7 +95,8 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         folder: where its run folder is created; all nodes must see it.
 
     Raises:
-        LaunchError: sbatch refused it, or an image cannot be run; no run folder is left.
+        LaunchError: sbatch refused it, it could never start, or an image cannot be run; no run
+            folder is left.
         MaybeSubmitted: sbatch did not confirm it; the run folder holds the request.
         RunFolderError: the run folder cannot be created.
         UsageError: members of an elastic job could not come and go here.
@@ -143,6 +144,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         notes = (*notes, f"the job that cleans up after it could not be submitted: {error}")
     else:
         notes = (*notes, f"job {janitor} cleans up after it, however it ends")
+    refuse_hopeless(job_id, run, janitor_id=janitor)
     return SubmittedJob(job_id, run, plan, notes, janitor)
 
 

@@ -297,6 +297,9 @@ except ValueError as error:
         ("{'alone': True}", "True first True True / then running"),
         ("{'gate': 'hooks'}", "refused HYDROSLURM_PREEMPT has made this process pausable with the "
          "native gate. Choose for both by HYDROSLURM_GATE=hooks, or set HYDROSLURM_PREEMPT=off"),
+        ("{'alone': False}", "refused HYDROSLURM_PREEMPT has made this process pausable with the "
+         "hooks gate, which holds one rank, and 2 pause together here. Choose for both by "
+         "HYDROSLURM_GATE=native, or set HYDROSLURM_PREEMPT=off"),
         ("{'signals': hydroslurm.SignalPlan(warning=None)}", "refused HYDROSLURM_PREEMPT has made "
          "this process pausable with other signals. Choose for both by HYDROSLURM_SIGNALS=NAME="
          "SIGNAL,..., or set HYDROSLURM_PREEMPT=off"),
@@ -307,6 +310,8 @@ def test_a_call_of_the_scripts_own(options: str, words: str, tmp_path: Path) -> 
     call says, how things stand first; alone, it leaves the other ranks. What cannot change is
     refused, with the remedy."""
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "HYDROSLURM_RUN_DIR": "first"}
+    if "False" in options:  # at first it is to hold one rank
+        ranks |= {"HYDROSLURM_ALONE": "1", "HYDROSLURM_GATE": "hooks"}
     path = str(Path(__file__).parents[2])
     done = python("-c", CALLS, options, cwd=tmp_path, PYTHONPATH=path, **ASKED, **ranks)
     assert done.stdout.splitlines() == words.split(" / "), done.stderr
