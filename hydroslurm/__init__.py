@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # by both names: a type checker takes them for exported
     from hydroslurm import data as data
     from hydroslurm.compat.job import Job as Job
+    from hydroslurm.compat.job import LocalSession as LocalSession
+    from hydroslurm.compat.job import Task as Task
+    from hydroslurm.compat.job import TaskGroup as TaskGroup
+    from hydroslurm.compat.job import epoch_limiter as epoch_limiter
     from hydroslurm.compat.jobrunner import JobRunner as JobRunner
     from hydroslurm.compat.manager import CheckpointManager as CheckpointManager
     from hydroslurm.compat.manager import MultiNodeCheckpointManager as MultiNodeCheckpointManager
     from hydroslurm.compat.suspend import go_suspend as go_suspend
     from hydroslurm.compat.suspend import receive_suspend_command as receive_suspend_command
-    from hydroslurm.compat.tasks import LocalSession as LocalSession
-    from hydroslurm.compat.tasks import Task as Task
-    from hydroslurm.compat.tasks import TaskGroup as TaskGroup
-    from hydroslurm.compat.tasks import epoch_limiter as epoch_limiter
     from hydroslurm.coordination.rendezvous import set_torch_environment as set_torch_environment
     from hydroslurm.errors import HydroslurmError as HydroslurmError
     from hydroslurm.errors import UsageError as UsageError
@@ -85,10 +85,10 @@ _HOME = {
     "JobRunner": "hydroslurm.compat.jobrunner",
     "CheckpointManager": "hydroslurm.compat.manager",
     "MultiNodeCheckpointManager": "hydroslurm.compat.manager",
-    "LocalSession": "hydroslurm.compat.tasks",
-    "epoch_limiter": "hydroslurm.compat.tasks",
-    "Task": "hydroslurm.compat.tasks",
-    "TaskGroup": "hydroslurm.compat.tasks",
+    "LocalSession": "hydroslurm.compat.job",
+    "epoch_limiter": "hydroslurm.compat.job",
+    "Task": "hydroslurm.compat.job",
+    "TaskGroup": "hydroslurm.compat.job",
     "Run": "hydroslurm.training.run",
     "go_suspend": "hydroslurm.compat.suspend",
     "receive_suspend_command": "hydroslurm.compat.suspend",

@@ -33,13 +33,15 @@ does what must be done only once. Caffe2's own spelling works as well:
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import cloudpickle
 
-from hydroslurm.compat.tasks import Task, TaskGroup, TaskOutput, Within, function_of, jobs, name_of
 from hydroslurm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,11 +51,209 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Signal = TypeVar("Signal")
+
+
+class _Thread(threading.local):
+    """What this thread is doing.
+
+    Attributes:
+        within: job and group of each open ``with`` block, the innermost last.
+        pickles: compiled jobs that are being pickled.
+    """
+
+    def __init__(self) -> None:
+        self.within: list[tuple[Job | None, TaskGroup | None]] = [(None, None)]
+        self.pickles: list[Job] = []
+
+
+_here = _Thread()
+
+
+def innermost_job() -> Job | None:
+    """The job of this thread's innermost ``with``, or the one it is running."""
+    return _here.within[-1][0]
+
+
+class Client(Protocol):
+    """Runs callables, like Caffe2's sessions."""
+
+    def run(self, runnable: Callable[[], Any], /) -> Any: ...
+
+
+class Task:
+    """One function of a job. It joins the group in whose ``with`` it is created.
+
+        with job.init_group:
+            Task(step=pretrain)
+
+    Attributes:
+        name: for messages.
+        function: called with the job, or with nothing.
+        takes_job: it has a parameter, to which the job is passed.
+        node: where Caffe2 would run it; here all ranks run all tasks. Listed by
+            ``job.nodes_to_checkpoint()``.
+        output: what :meth:`outputs` records, or None.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        group: TaskGroup | None = None,
+        node: str = "local",
+        name: str | None = None,
+    ) -> None:
+        """``group``: overrides that of the ``with``; without either the task is in no group.
+
+        Raises:
+            UsageError: not callable, or it needs more arguments than the job.
+        """
+        if not callable(step):
+            raise UsageError(f"a job consists of functions, not of {type(step).__name__}")
+        self.name = name or _name_of(step)
+        self.function = step
+        self.takes_job = _takes_job(step, self.name)
+        self.node = node
+        self.output: TaskOutput | None = None
+        self._group = group or _here.within[-1][1]
+        if self._group is not None:
+            self._group.add(self)
+
+    def outputs(self) -> tuple[TaskOutput, ...]:
+        """Return the function's output, one value; it is recorded from now on."""
+        self.output = self.output or TaskOutput(self.name)
+        return (self.output,)
+
+    def fetch(self) -> bool:
+        """As a stop signal: ask it.
+
+        Raises:
+            UsageError: it needs a running job, as an epoch limit does.
+        """
+        return bool(self(None if self._group is None else self._group.job))
+
+    def __call__(self, job: Job | None = None) -> Any:
+        value = self.function(job) if self.takes_job else self.function()
+        if self.output is not None:
+            self.output.set(value)
+        return value
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def _takes_job(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some builtins have no signature
+        return False
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in optional]
+    if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
+        raise UsageError(
+            f"{name} needs {', '.join(p.name for p in needed)}; a job calls its functions with "
+            "itself, or with nothing. Bind the rest with functools.partial"
+        )
+    return bool(needed)
+
+
+class TaskOutput:
+    """The return value of a task. As a stop signal it is evaluated after each epoch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._value: tuple[Any, ...] = ()
+
+    def fetch(self) -> Any:
+        """Return the value of the last call.
+
+        Raises:
+            UsageError: it has not been called.
+        """
+        if not self._value:
+            raise UsageError(f"the task {self._name} has not run, so it has no output")
+        return self._value[0]
+
+    def set(self, value: Any) -> None:
+        """Record the task's return value, from now or the previous attempt."""
+        self._value = (value,)
+
+    def __call__(self) -> bool:
+        """Return its truth as a stop signal; False before the first call."""
+        return bool(self._value and self._value[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_name": self._name, "_value": ()}
+
+
+class TaskGroup:
+    """Tasks that run in order. A context manager: a :class:`Task` made inside belongs to it.
+
+    A client runs it by calling it, ``client.run(group)``. While a JobRunner runs its job, that
+    decides which tasks remain; called directly, the group runs every task.
+    """
+
+    def __init__(self, name: str = "group") -> None:
+        self.name = name
+        self.job: Job | None = None
+        self._tasks: list[Task] = []
+        self._walk: Callable[[TaskGroup], None] | None = None
+
+    @classmethod
+    def of(cls, function: Callable[[], Any], name: str) -> TaskGroup:
+        """Return a group of one function, by its name."""
+        group = cls(name)
+        Task(function, group=group, name=name)
+        return group
+
+    def add(self, task: Task) -> None:
+        """Append a task.
+
+        Raises:
+            UsageError: the job is running, and its state is loaded.
+        """
+        if self.job is not None:
+            self.job.check_open(f"{self.name}({task.name})")
+        self._tasks.append(task)
+
+    def tasks(self) -> tuple[Task, ...]:
+        """Its tasks, in order."""
+        return tuple(self._tasks)
+
+    def used_nodes(self) -> tuple[str, ...]:
+        """The nodes of its tasks, each once."""
+        return tuple(dict.fromkeys(task.node for task in self._tasks))
+
+    def run_by(self, client: Client, walk: Callable[[TaskGroup], None]) -> None:
+        """Let a client run it, with ``walk`` in place of its tasks."""
+        self._walk = walk
+        try:
+            client.run(self)
+        finally:
+            self._walk = None
+
+    def __enter__(self) -> TaskGroup:
+        _here.within.append((innermost_job(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _here.within.pop()
+
+    def __call__(self) -> None:
+        if self._walk is not None:
+            self._walk(self)
+            return
+        for task in self._tasks:
+            task(self.job)
+
+    def __repr__(self) -> str:
+        return f"TaskGroup({self.name!r})"
+
+
 _GROUPS = (
     "fetch_group", "build_group", "init_group", "epoch_group", "download_group", "exit_group",
 )  # fmt: skip
-_packing = Within()
-"""Jobs that are being pickled."""
 
 
 class Job:
@@ -106,21 +306,16 @@ class Job:
         self.epoch_group = epoch_group or TaskGroup("epoch")
         self.download_group = download_group or TaskGroup("download_group")
         self.exit_group = exit_group or TaskGroup("exit")
-        for group in self._groups():
+        self._signals = TaskGroup("add_stop_signal")
+        for group in (*self._groups(), self._signals):
             group.job = self
         self._nodes = None if nodes_to_checkpoint is None else tuple(nodes_to_checkpoint)
-        self._is_compiled = False
-        self._signals = TaskGroup("add_stop_signal")
-        self._signals.job = self
         self._saved: dict[str, Any] = {}
         self._loader: Any = None
         self._run: JobRun | None = None
-        self._sealed = False
+        self._is_compiled = False
         for signal in (*(stop_signals or ()), *(stop_conditions or ())):
             self.add_stop_signal(signal)
-
-    # --- registering
-    # --------------------------------------------------------------------------------------------
 
     @classmethod
     def current(cls) -> Job:
@@ -129,29 +324,27 @@ class Job:
         Raises:
             UsageError: there is none.
         """
-        job: Job | None = jobs.innermost
+        job = innermost_job()
         if job is None:
             raise UsageError("there is no current job here; use this inside `with Job() as job:`")
         return job
 
     def __enter__(self) -> Job:
         """Make this the current job; tasks made inside belong to its epoch group."""
-        jobs.all.append(self)
-        self.epoch_group.__enter__()
+        _here.within.append((self, self.epoch_group))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.epoch_group.__exit__()
-        jobs.all.pop()
+        _here.within.pop()
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
         """Make this the current job; tasks made inside belong to none of its groups."""
-        jobs.all.append(self)
+        _here.within.append((self, None))
         try:
             yield
         finally:
-            jobs.all.pop()
+            _here.within.pop()
 
     def save(self, name: str, thing: Any) -> Any:
         """Register an object to be saved under this name, and return it.
@@ -220,7 +413,7 @@ class Job:
         not.
         """
         if not any(added.function is signal for added in self._signals.tasks()):
-            Task(function_of(signal), group=self._signals)
+            Task(_function_of(signal), group=self._signals)
         return signal
 
     add_stop_condition = add_stop_signal
@@ -237,26 +430,18 @@ class Job:
         Raises:
             UsageError: the job is running, or the result is not callable.
         """
-        self.check_open(f"compile({name_of(session)})")
-        compile_group = getattr(session, "compile", None)
-        for name in _GROUPS:
-            if compile_group is not None and (group := getattr(self, name)).tasks():
-                setattr(self, name, self._as_group(compile_group(group), group.name))
+        self.check_open(f"compile({_name_of(session)})")
+        for name in _GROUPS if hasattr(session, "compile") else ():
+            if (group := getattr(self, name)).tasks():
+                compiled = session.compile(group)
+                if not isinstance(compiled, TaskGroup):
+                    function, compiled = compiled, TaskGroup(group.name)
+                    Task(function, group=compiled)
+                compiled.job = self
+                setattr(self, name, compiled)
         self._nodes = self.nodes_to_checkpoint()
         self._is_compiled = True
         return self
-
-    def _as_group(self, compiled: Any, name: str) -> TaskGroup:
-        if isinstance(compiled, TaskGroup):
-            group = compiled
-        else:
-            group = TaskGroup(name)
-            Task(compiled, group=group)
-        group.job = self
-        return group
-
-    # --- looking
-    # --------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
         """Return an object that was registered with :meth:`save`."""
@@ -274,15 +459,6 @@ class Job:
         manager's ``init``: every rank saves its part regardless."""
         return self.init_group.used_nodes() if self._nodes is None else self._nodes
 
-    def signal_outputs(self) -> dict[str, TaskOutput]:
-        """Index in the epoch group -> the output of that task, for those that are stop signals."""
-        asked = [signal.function for signal in self._signals.tasks()]
-        return {
-            str(number): task.output
-            for number, task in enumerate(self.epoch_group.tasks())
-            if task.output is not None and any(task.output is a for a in asked)
-        }
-
     @property
     def stop_signals(self) -> tuple[TaskOutput | Task, ...]:
         """Conditions that end the job, in order. ``fetch()`` of each says, after an epoch, whether
@@ -295,6 +471,14 @@ class Job:
     stop_conditions = stop_signals
     """Name in later versions of Caffe2."""
 
+    def signal_outputs(self) -> dict[str, TaskOutput]:
+        """Index in the epoch group -> the output of that task, for those that are stop signals."""
+        return {
+            str(number): task.output
+            for number, task in enumerate(self.epoch_group.tasks())
+            if task.output is not None and task.output in self.stop_signals
+        }
+
     def ask_stop_signals(self) -> bool:
         """Whether the completed epoch was the last one."""
         answers = [signal.fetch() for signal in self._signals.tasks()]
@@ -302,8 +486,7 @@ class Job:
 
     def signature(self) -> tuple[str, ...]:
         """Return the names of the job and its functions: two jobs of one script differ in them."""
-        tasks = [task for group in self._groups() for task in group.tasks()]
-        return (self.name, *(task.name for task in tasks))
+        return (self.name, *(task.name for group in self._groups() for task in group.tasks()))
 
     @property
     def is_running(self) -> bool:
@@ -320,15 +503,6 @@ class Job:
         if self._run is None:
             raise UsageError(f"{self!r} is not running; JobRunner(job).run() runs it")
         return self._run
-
-    def _groups(self) -> list[TaskGroup]:
-        return [getattr(self, name) for name in _GROUPS]
-
-    def __repr__(self) -> str:
-        return f"Job({self.name!r})"
-
-    # --- for the runner
-    # --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check that it can run.
@@ -358,22 +532,29 @@ class Job:
                 yield
         finally:
             self._run, self._saved, self._loader = None, saved, loader
-            self._sealed = False
 
-    def seal(self) -> None:
-        """Mark ``build`` as done: nothing more can be registered."""
-        self._sealed = True
+    def check_open(self, what: str) -> None:
+        """Check that something can still be added.
+
+        Raises:
+            UsageError: the objects are already built and loaded.
+        """
+        if self._run is not None and self._run.is_built:
+            raise UsageError(
+                f"{what} comes too late: the objects of {self!r} are built and its state "
+                "is loaded. Do it in a function of the build group, or before the job runs"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a compiled job as a whole by cloudpickle, which supports closures: the job and its
         functions refer to each other."""
-        if not self._is_compiled or self in _packing.all:
+        if not self._is_compiled or self in _here.pickles:
             return super().__reduce_ex__(protocol)
-        _packing.all.append(self)
+        _here.pickles.append(self)
         try:
             return cloudpickle.loads, (cloudpickle.dumps(self),)
         finally:
-            _packing.all.pop()
+            _here.pickles.pop()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._run is not None:
@@ -383,19 +564,84 @@ class Job:
             )
         return dict(vars(self))
 
-    def check_open(self, what: str) -> None:
-        """Check that something can still be added.
+    def _groups(self) -> list[TaskGroup]:
+        return [getattr(self, name) for name in _GROUPS]
 
-        Raises:
-            UsageError: the objects are already built and loaded.
-        """
-        if self._sealed:
-            raise UsageError(
-                f"{what} comes too late: the objects of {self!r} are built and its state "
-                "is loaded. Do it in a function of the build group, or before the job runs"
-            )
+    def __repr__(self) -> str:
+        return f"Job({self.name!r})"
 
 
 def _added(group: TaskGroup, function: Function) -> Function:
     Task(function, group=group)
     return function
+
+
+def _function_of(signal: Any) -> Callable[..., Any]:
+    """Return a stop signal's function: itself, or the truth of a number, flag or tensor.
+
+    Raises:
+        UsageError: its truth value is undefined.
+    """
+    if callable(signal):
+        return signal  # type: ignore[no-any-return]
+    try:
+        if not (isinstance(signal, (bool, int, float)) or hasattr(signal, "is_set")):
+            signal.item()
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"add_stop_signal({type(signal).__name__}): wanted a function, the output of a "
+            "task, a number, a flag (threading.Event), or a one-element tensor"
+        ) from error
+    return partial(_truth, signal)
+
+
+def _truth(signal: Any) -> bool:
+    return bool(signal.is_set() if hasattr(signal, "is_set") else signal)
+
+
+def epoch_limiter(epochs: int | Job, num_epochs: int | None = None) -> Callable[[Job], bool]:
+    """A stop signal that ends a job after this many epochs.
+
+        job.add_stop_signal(hydroslurm.epoch_limiter(10))
+
+    Inside ``with Job()`` it adds itself to that job, as Caffe2's does; adding it again has no
+    effect. Later versions of Caffe2 name the job first: ``epoch_limiter(job, 10)``.
+
+    Raises:
+        UsageError: not an integer of 1 or more.
+    """
+    job: Any = innermost_job() if num_epochs is None else epochs
+    count = epochs if num_epochs is None else num_epochs
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError(f"epoch_limiter({count!r}): wanted a whole number of 1 or more")
+    limit = partial(_has_completed, count)
+    if job is not None and not job.is_running:
+        job.add_stop_signal(limit)
+    return limit
+
+
+def _has_completed(epochs: int, job: Job) -> bool:
+    return job.run.epoch >= epochs
+
+
+class LocalSession:
+    """Runs groups in this process.
+
+    Like the workspace of Caffe2's, it remembers whose group it ran last: a manager that it runs
+    saves and loads that job's objects.
+    """
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+
+    @classmethod
+    def compile(cls, group: TaskGroup) -> TaskGroup:
+        """Return the same group: a function needs no preparation to run here."""
+        return group
+
+    def run(self, runnable: Callable[[], Any]) -> Any:
+        """Call it."""
+        if isinstance(runnable, TaskGroup) and runnable.job is not None:
+            self._job = runnable.job
+        with nullcontext() if self._job is None else self._job.as_current():
+            return runnable()

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from typing import Any
 from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.saver import Saved
 from hydroslurm.checkpoint.store import Checkpoint
-from hydroslurm.compat.job import Job
+from hydroslurm.compat.job import Client, Job, LocalSession, TaskGroup, TaskOutput
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
-from hydroslurm.compat.tasks import Client, LocalSession, TaskGroup
 from hydroslurm.core import rundir
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 from hydroslurm.training.loop import Loop
@@ -112,61 +111,40 @@ class JobRunner:
         return self._run(LocalSession(), at_least_one=False)
 
     def _run(self, client: Client, *, at_least_one: bool) -> int:
-        self.job.check()
-        manager, origin = self._branch()
+        job, manager, epoch = self.job, self.checkpoint_manager, self.resume_from_epoch
+        job.check()
         with ExitStack() as stack:
-            directory: Path | None = manager.directory if manager else None
-            if directory is not None:
-                _require_one_job(directory, self.job)
+            directory: Path | None = None
+            origin: Checkpoint | None = None
+            if manager is not None:
+                branch = manager if epoch is None else manager.branch(epoch)
+                if epoch is not None and not branch.committed():
+                    origin = manager.find(epoch=epoch)
+                directory = branch.directory
+                if _done.get(directory, job.signature()) != job.signature():
+                    raise UsageError(
+                        f"this process has finished another job in {directory}, and a directory "
+                        f"belongs to one job. Give {job!r} its own: "
+                        f'CheckpointManager("{directory}/second")'
+                    )
             elif rundir.from_environment(os.environ) is None:
-                directory = stack.enter_context(_folder_for_now())
+                # After a stop the installation lives on until the process ends, and its threads
+                # still write there: a file created during the removal once replaced exit status 75
+                # by an error's. So anything left is removed at exit: this hook is registered first,
+                # and so runs after the uninstalling.
+                temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+                directory = Path(stack.enter_context(temporary))
+                atexit.register(shutil.rmtree, directory, ignore_errors=True)
             run = JobRun(self, client, directory=directory, origin=origin)
-            stack.enter_context(run.ending())  # writes the marker of a finished run at its end
-            stack.enter_context(self.job.running(run))
-            run.train(at_least_one=at_least_one)
-        if manager is not None:
-            _done[manager.directory] = self.job.signature()
+            run.live(at_least_one=at_least_one)
+        if manager is not None and directory is not None:
+            _done[directory] = job.signature()
         return run.epoch
-
-    def _branch(self) -> tuple[CheckpointManager | None, Checkpoint | None]:
-        """Return this run's manager, and its starting point while it has no checkpoint."""
-        manager, epoch = self.checkpoint_manager, self.resume_from_epoch
-        if manager is None or epoch is None:
-            return manager, None
-        branch = manager.branch(epoch)
-        if branch.committed():
-            return branch, None
-        return branch, manager.find(epoch=epoch)
 
 
 _done: dict[Path, tuple[str, ...]] = {}
-"""Directory -> signature of the job that this process finished, or found finished, there."""
-
-
-def _require_one_job(directory: Path, job: Job) -> None:
-    """Refuse a second job in one directory: it would get the first one's training.
-
-    Raises:
-        UsageError: another job is done there.
-    """
-    if _done.get(directory, job.signature()) != job.signature():
-        raise UsageError(
-            f"this process has finished another job in {directory}, and a directory belongs to one "
-            f'job. Give {job!r} its own: CheckpointManager("{directory}/second")'
-        )
-
-
-@contextmanager
-def _folder_for_now() -> Iterator[Path]:
-    """Yield a run folder that is removed with the run.
-
-    After a stop the installation lives on until the process ends, and its threads still write here:
-    a file created during the removal once replaced exit status 75 by an error's. So anything left
-    is removed at exit: this hook was registered first, and so runs after the uninstalling.
-    """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        yield Path(folder)
+"""Directory -> signature of the job that this process finished, or found finished, there: a second
+one would get the first one's training."""
 
 
 class JobRun:
@@ -174,6 +152,7 @@ class JobRun:
 
     Attributes:
         epoch: the current epoch, from 0; between two, the number of completed epochs.
+        is_built: the objects are there, and nothing more can be registered.
     """
 
     def __init__(
@@ -202,8 +181,8 @@ class JobRun:
             nothing = "nothing is saved, because the JobRunner has no checkpoint_manager"
             self._session.saves.refused = nothing
         self._session.contents.objects.add(PROGRESS, self._progress)
+        self.is_built = False
         self._epoch_is_committed = False  # the completed one
-        self._has_just_loaded = False  # no function of the epoch group has run since
         self._was_finished = False  # before this attempt, which has loaded the last epoch
 
     # --- for the functions of a job
@@ -288,114 +267,137 @@ class JobRun:
             raise UsageError(f"save() does nothing here: {refused}")
         return self._session.save(kind=kind)
 
-    # --- the groups
+    # --- the job
     # --------------------------------------------------------------------------------------------
 
-    def train(self, *, at_least_one: bool) -> None:
-        """Run the job to its end. ``at_least_one``: after going back to an epoch, train one more in
-        any case."""
-        job = self._job
+    def live(self, *, at_least_one: bool) -> None:
+        """Run the job to its end, and finish the run; or record the error that ends it.
+
+        The exit group belongs to the run. So its end counts at once if the last epoch is committed:
+        a restart has that for the code after the JobRunner.
+        """
+        session = self._session
+        try:
+            with self._job.running(self):
+                self._train(at_least_one=at_least_one)
+        except BaseException as error:
+            session.fail(error)
+            raise
+        if self._was_finished:
+            session.cursor.restore_rng()
+            session.leave()
+        else:
+            is_committed = self._epoch_is_committed
+            is_saved = is_committed or self._manager is None
+            session.finish(is_saved=is_saved, rest_is_redone=not is_committed)
+
+    def _train(self, *, at_least_one: bool) -> None:
+        """``at_least_one``: after going back to an epoch, train one more in any case."""
+        job, progress = self._job, self._progress
         nothing = "nothing was trained in this attempt"
-        self._run_unsaved(job.fetch_group, f"what was fetched stays; {nothing}")
-        self._run_unsaved(job.build_group, nothing)
+        self._call(job.fetch_group, unsaved=f"what was fetched stays; {nothing}")
+        self._call(job.build_group, unsaved=nothing)
         for name in job.names():
             self._session.contents.objects.add(name, job[name])
         if job.loader is not None:
             self._session.use(job.loader)
-        job.seal()
-        if not self._resume_job():
-            again = "an interrupted init leaves nothing behind; the next attempt starts it over"
-            self._run_unsaved(job.init_group, again)
-            self._init_manager()
-        elif self._was_finished:
+        self.is_built = True
+        resumed = self._resume()
+        if self._was_finished:
             return
+        if not resumed:
+            again = "an interrupted init leaves nothing behind; the next attempt starts it over"
+            self._call(job.init_group, unsaved=again)
+            self._init_manager()
         elif self._retrieved is not None:
             self._agree_to_end(lambda: not at_least_one and job.ask_stop_signals())
-        self._run_epochs()
+        if not progress.begun:
+            self._save_completed(by_client=not resumed)
+        while not progress.ended:
+            if not progress.begun:
+                committed = f"epoch {self.epoch} is committed already"
+                with self._without_saves(committed if self._epoch_is_committed else None):
+                    self.check_stop()
+                progress.begin(self.step)
+                self._epoch_is_committed = False
+            self._call(job.epoch_group)
+            if self.step == progress.first_step:  # its step identifies a checkpoint
+                self.step += 1
+                self._session.controller.step = self.step
+            self.epoch += 1
+            progress.begun, progress.done = False, 0
+            self._agree_to_end(job.ask_stop_signals)
+            self.check_stop()  # saves as far as the remaining time allows
+            self._save_completed(by_client=True)
         for name, group in ("download", job.download_group), ("exit", job.exit_group):
-            if self._epoch_is_committed:
-                again = f"the next attempt starts the {name} group over"
-                self._run_unsaved(group, f"the last epoch is committed; {again}")
-            else:  # a stop within it saves the last epoch
-                self._hand_over(group, self._call_all)
+            again = f"the last epoch is committed; the next attempt starts the {name} group over"
+            # where it is not, a stop within the group saves it
+            self._call(group, unsaved=again if self._epoch_is_committed else None)
 
-    def _resume_job(self) -> bool:
+    def _resume(self) -> bool:
         """Load a checkpoint if there is one; return whether there was."""
-        if self._retrieved is None and self._newest_committed() is None:
-            self._load_job()  # may exit: the run has finished, or must not continue
-            return self._has_just_loaded
-        self._init_manager()
         name = "load" if self._retrieved is None else f"load({self._retrieved})"
-        TaskGroup(name).run_by(self._client, lambda _: self._load_job())
-        return self._has_just_loaded
+        load = TaskGroup.of(self._load, name)
+        (resumed,) = load.tasks()[0].outputs()
+        if self._retrieved is None and self._newest_committed() is None:
+            load()  # may exit: the run has finished, or must not continue
+        else:
+            self._init_manager()
+            self._client.run(load)
+        return bool(resumed.fetch())
 
-    def _load_job(self) -> None:
-        self._has_just_loaded = self._session.resume()
-        if self._has_just_loaded:
+    def _load(self) -> bool:
+        resumed = self._session.resume()
+        if resumed:
             self._session.cursor.restore_between()
         signals = self._job.signal_outputs()
         for place, value in self._progress.outputs.items():
             if place in signals:  # its function has run and is not called again
                 signals[place].set(value)
+        return resumed
 
     def _init_manager(self) -> None:
         if self._manager is not None:
             nodes = self._job.nodes_to_checkpoint()
             self._client.run(self._manager.init(nodes, retrieve_from_epoch=self._retrieved))
 
-    def _run_unsaved(self, group: TaskGroup, why: str) -> None:
-        """Run the functions of a group in which a stop saves nothing."""
-        with self._without_saves(why):
-            self._hand_over(group, self._call_all)
+    def _call(self, group: TaskGroup, *, unsaved: str | None = None) -> None:
+        """Let the client run a group, except empty ones that Caffe2 does not have.
 
-    def _hand_over(self, group: TaskGroup, walk: Callable[[TaskGroup], None]) -> None:
-        """Let the client run a group, except empty ones that Caffe2 does not have."""
+        Args:
+            unsaved: why a stop within it saves nothing.
+        """
         job = self._job
         if group.tasks() or group in (job.init_group, job.epoch_group, job.exit_group):
-            group.run_by(self._client, walk)
+            with self._without_saves(unsaved):
+                group.run_by(self._client, self._walk)
 
-    def _call_all(self, group: TaskGroup) -> None:
-        for task in group.tasks():
-            self.check_stop()
-            with self._explained(f"{task.name} of the {group.name} group"):
-                task(self._job)
-
-    def _run_epochs(self) -> None:
-        progress = self._progress
-        while True:
-            if not progress.begun:
-                self._save_completed()
-                if progress.ended:
-                    return
-                self._check_stop_between()
-                progress.begin(self.step)
-                self._epoch_is_committed = False
-            self._hand_over(self._job.epoch_group, self._finish_epoch)
-            self._has_just_loaded = False
-            if self.step == progress.first_step:  # its step identifies a checkpoint
-                self.step += 1
-                self._session.controller.step = self.step
-            self.epoch += 1
-            progress.begun, progress.done = False, 0
-            self._agree_to_end(self._job.ask_stop_signals)
-            self.check_stop()  # saves as far as the remaining time allows
-
-    def _finish_epoch(self, group: TaskGroup) -> None:
-        """Run the functions of an epoch that have not run."""
-        signals, cursor = self._job.signal_outputs(), self._session.cursor
+    def _walk(self, group: TaskGroup) -> None:
+        """Call the functions of a group, those of an epoch that have not run."""
+        job, progress = self._job, self._progress
+        signals = job.signal_outputs() if group is job.epoch_group else None
         for number, task in enumerate(group.tasks()):
-            if number < self._progress.done:
-                continue
+            where = f"the {group.name} group"
+            if signals is not None:
+                where = f"the epoch group, in epoch {self.epoch},"
+                if number < progress.done:
+                    continue
             self.check_stop()
-            with self._explained(f"{task.name} of the epoch group, in epoch {self.epoch},"):
-                task(self._job)
-            if str(number) in signals:
-                self._progress.outputs[str(number)] = signals[str(number)]()
-            cursor.restore_rng()
-            if cursor.step_has_begun:  # it left its loop early, with a batch trained on
-                cursor.count_step()
-            cursor.in_epoch = False  # the next one may iterate over the data again
-            self._progress.done += 1
+            with self._explained(f"{task.name} of {where}"):
+                task(job)
+            if signals is not None:
+                self._end_function(str(number), signals)
+
+    def _end_function(self, place: str, signals: Mapping[str, TaskOutput]) -> None:
+        """One of the epoch is done."""
+        cursor = self._session.cursor
+        if place in signals:
+            self._progress.outputs[place] = signals[place]()
+        cursor.restore_rng()
+        if cursor.step_has_begun:  # it left its loop early, with a batch trained on
+            cursor.count_step()
+        cursor.in_epoch = False  # the next one may iterate over the data again
+        self._progress.done += 1
 
     def _agree_to_end(self, ask: Callable[[], bool]) -> None:
         """Agree on whether a stop signal is true: the first rank decides for all."""
@@ -426,17 +428,24 @@ class JobRun:
                 self._session.saver.poll()
             self._epoch_is_committed = True
 
-    def _save_completed(self) -> None:
-        """Save the completed epoch, as far as that is possible and wanted."""
+    def _save_completed(self, *, by_client: bool) -> None:
+        """Save the completed epoch, as far as that is possible and wanted.
+
+        Args:
+            by_client: it runs the manager's ``save``. Not for one that was just loaded, which is
+                there already unless the run has gone back to it.
+        """
+        manager = self._manager
+        if manager is None:
+            return
         with self._explained(f"saving the checkpoint of epoch {self.epoch}"):
             try:
-                if self._manager is not None and not self._has_just_loaded:
-                    self._client.run(self._manager.save(self.epoch))
-                else:  # already there, unless the run has just gone back to it
+                if by_client:
+                    self._client.run(manager.save(self.epoch))
+                else:
                     self.save_epoch(self.epoch)
-                self._has_just_loaded = False
             except SaveFailed as error:
-                if self._manager is not None and self._manager.on_save_error == "fail":
+                if manager.on_save_error == "fail":
                     raise
                 warnings.warn(
                     f"hydroslurm: the checkpoint of epoch {self.epoch} was not saved: {error}. The "
@@ -445,17 +454,10 @@ class JobRun:
                     stacklevel=2,
                 )
 
-    def _check_stop_between(self) -> None:
-        if not self._epoch_is_committed:
-            self.check_stop()
-            return
-        with self._without_saves(f"epoch {self.epoch} is committed already"):
-            self.check_stop()
-
     @contextmanager
-    def _without_saves(self, why: str) -> Iterator[None]:
-        """Disable saving inside: a stop exits with ``why`` as its message, and periodic saves are
-        off. For a state that cannot be resumed from, or that is already saved."""
+    def _without_saves(self, why: str | None) -> Iterator[None]:
+        """Disable saving inside, if there is a reason: a stop exits with it as its message, and
+        periodic saves are off. For a state that cannot be resumed from, or is already saved."""
         saves = self._session.saves
         before = saves.refused
         saves.refused = before or why
@@ -500,30 +502,6 @@ class JobRun:
             return next(reversed(self._session.store.committed()), None)
         except CheckpointError:  # called while reporting another error
             return None
-
-    # --- the end
-    # --------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Finish the run after the whole job, or record the error.
-
-        The exit group belongs to the run. So its end counts at once if the last epoch is committed:
-        a restart has that for the code after the JobRunner.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self._session.fail(error)
-            raise
-        if self._was_finished:
-            self._session.cursor.restore_rng()
-            self._session.leave()
-            return
-        self._session.finish(
-            is_saved=self._epoch_is_committed or self._manager is None,
-            rest_is_redone=not self._epoch_is_committed,
-        )
 
     def _load_finished(self, step: int) -> bool:
         """Load the last epoch, for the code after the JobRunner: it may not have run yet, and must

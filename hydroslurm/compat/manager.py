@@ -21,8 +21,7 @@ from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.compat.job import Job
-from hydroslurm.compat.tasks import Task, TaskGroup, jobs
+from hydroslurm.compat.job import Job, TaskGroup, innermost_job
 from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
@@ -149,7 +148,7 @@ class CheckpointManager:
                 names = tuple(self._store().files_of(checkpoint).shared().state)
             self._blobs = tuple(name for name in names if name != PROGRESS)
 
-        return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
+        return TaskGroup.of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
 
     def blob_list(self) -> tuple[str, ...]:
         """Return the names of the saved objects.
@@ -168,7 +167,7 @@ class CheckpointManager:
         Running it raises what :meth:`Run.save` does, and UsageError if the epoch already has a
         checkpoint or is not the completed one.
         """
-        return _group_of(lambda: self._save(epoch), f"save({epoch})")
+        return TaskGroup.of(lambda: self._save(epoch), f"save({epoch})")
 
     def objects(self) -> Mapping[str, Any]:
         """Return the objects fixed by :meth:`init`, by name."""
@@ -179,7 +178,7 @@ class CheckpointManager:
         return self._objects
 
     def _save(self, epoch: int) -> None:
-        job: Job | None = jobs.innermost
+        job = innermost_job()
         if job is not None and job.is_running:
             job.run.save_epoch(epoch)
             return
@@ -247,7 +246,13 @@ class CheckpointManager:
             and (step is None or c.step == step)
         ]
         if not matching:
-            raise CheckpointMissing(self._missing(epoch, step))
+            wanted = "at all" if step is None else f"of step {step}"
+            wanted = wanted if epoch is None else f"of epoch {epoch}"
+            steps = sorted({c.step for c in self.committed()})
+            raise CheckpointMissing(
+                f"there is no checkpoint {wanted} in {self.directory}; there are epochs "
+                f"{_listed(self.epochs())}, and steps {_listed(steps)}"
+            )
         return matching[-1]
 
     def load(self, epoch: int | None = None, *, step: int | None = None) -> LoadedState:
@@ -267,27 +272,12 @@ class CheckpointManager:
         job that resumes trusts only its own."""
         return CheckpointStore(RunDir(self.directory).checkpoints, storage=AnyonesStorage())
 
-    def _missing(self, epoch: int | None, step: int | None) -> str:
-        wanted = "at all" if step is None else f"of step {step}"
-        wanted = wanted if epoch is None else f"of epoch {epoch}"
-        steps = sorted({c.step for c in self.committed()})
-        return (
-            f"there is no checkpoint {wanted} in {self.directory}; there are epochs "
-            f"{_listed(self.epochs())}, and steps {_listed(steps)}"
-        )
-
 
 def _registered(objects: Mapping[str, Any]) -> Objects:
     registered = Objects()
     for name, thing in objects.items():
         registered.add(name, thing)
     return registered
-
-
-def _group_of(function: Callable[[], Any], name: str) -> TaskGroup:
-    group = TaskGroup(name)
-    Task(function, group=group, name=name)
-    return group
 
 
 def _listed(numbers: Collection[int]) -> str:

@@ -28,10 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.save import Save
-from hydroslurm.compat.job import Job
+from hydroslurm.compat.job import Job, epoch_limiter
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.data import ResumableSampler
 from hydroslurm.errors import SaveFailed
 
