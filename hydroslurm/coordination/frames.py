@@ -70,11 +70,10 @@ class Sealer:
 class Unsealer:
     """Frames as they come in, messages out."""
 
-    def __init__(self, key: bytes, *, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, key: bytes) -> None:
         self._keyed = _keyed(key)
         self._count = 0
         self._buffer = bytearray()
-        self._limit_bytes = limit_bytes
 
     def feed(self, data: bytes) -> list[Any]:
         """The messages that are complete with these bytes.
@@ -97,8 +96,8 @@ class Unsealer:
         found, begin, end = [], 0, len(source)
         while end - begin >= _HEAD.size:
             (length,) = _HEAD.unpack_from(source, begin)
-            if length > self._limit_bytes:
-                raise BadFrame(f"a message of {length} bytes; {self._limit_bytes} are allowed")
+            if length > LIMIT_BYTES:
+                raise BadFrame(f"a message of {length} bytes; {LIMIT_BYTES} are allowed")
             at = begin + _OVERHEAD_BYTES
             if end - at < length:
                 break

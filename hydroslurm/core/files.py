@@ -35,17 +35,9 @@ _FIRST_BYTES = 16 << 10
 """Size of the first read: nearly all small files are shorter."""
 
 
-def open_regular(
-    path: Path | str,
-    flags: int = os.O_RDONLY,
-    mode: int = 0o600,
-    *,
-    known: os.stat_result | None = None,
-) -> int:
-    """Open a regular file, never following a link in its last part, never waiting.
-
-    Args:
-        known: what ``lstat`` has just said of it, for those who asked anyway.
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, never following a link in its last part, never waiting; one that is made
+    is its owner's (0600).
 
     Returns:
         A descriptor, closed by the caller, not inherited by children.
@@ -55,12 +47,10 @@ def open_regular(
     """
     extra = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        status = known or os.lstat(path)
+        _require_regular(os.lstat(path), path)  # opening some devices does something
     except FileNotFoundError:
         pass
-    else:
-        _require_regular(status, path)  # opening some devices does something
-    fd = os.open(path, flags | extra, mode)
+    fd = os.open(path, flags | extra, 0o600)
     try:
         _require_regular(os.fstat(fd), path)
     except BaseException:
@@ -84,18 +74,13 @@ _KINDS = (
 )
 
 
-def read_regular(
-    path: Path | str, *, limit_bytes: int, known: os.stat_result | None = None
-) -> bytes:
+def read_regular(path: Path | str, *, limit_bytes: int) -> bytes:
     """The whole of a small regular file, in as few calls as a file server has to answer.
-
-    Args:
-        known: as for :func:`open_regular`.
 
     Raises:
         OSError: as for :func:`open_regular`, or it is longer than ``limit_bytes``.
     """
-    fd = open_regular(path, known=known)
+    fd = open_regular(path)
     try:
         data = b""
         # a read that is short is the last one: no other call is needed to see the end

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import copy
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -474,22 +473,19 @@ def status_of(log: Path) -> Path:
     return log.with_suffix(".json")
 
 
-def load_status(path: Path | str, *, known: os.stat_result | None = None) -> RankStatus:
+def load_status(path: Path | str) -> RankStatus:
     """The status in a file, as it was written.
-
-    Args:
-        known: as for :func:`~hydroslurm.core.files.open_regular`.
 
     Raises:
         OSError: there is none, or it cannot be read.
         ValueError: it is no status, or one of another version.
     """
-    return RankStatus.from_json(read_regular(path, limit_bytes=LIMIT_BYTES, known=known))
+    return RankStatus.from_json(read_regular(path, limit_bytes=LIMIT_BYTES))
 
 
-def read_status(path: Path | str, *, known: os.stat_result | None = None) -> RankStatus | None:
+def read_status(path: Path | str) -> RankStatus | None:
     """The status in a file; None when there is none that can be read."""
     try:
-        return load_status(path, known=known)
+        return load_status(path)
     except (OSError, ValueError):
         return None

@@ -174,7 +174,7 @@ class FollowedRun:
             known = self._seen.get(rank)
             if not stat.S_ISREG(now.st_mode) or (known is not None and known[0] == version):
                 continue
-            self._seen[rank] = version, read_status(path, known=now)
+            self._seen[rank] = version, read_status(path)
             self._facts = None
             count += 1
         return count

@@ -28,6 +28,7 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind, clocks
 from hydroslurm.core.proc import boot_id
+from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import say, thread
 from hydroslurm.errors import AckTimeout, HydroslurmError, InstallError
@@ -44,21 +45,20 @@ from hydroslurm.gate.protocol import (
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import device
 from hydroslurm.runtime.children import Children
-from hydroslurm.runtime.device import Drain, LaunchAhead
+from hydroslurm.runtime.device import Drain, LaunchAhead, launch_ahead_from
 from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.journal import RankJournal, Recorder
 from hydroslurm.runtime.output import Output
 from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.vacating import Vacating
-from hydroslurm.vacate.policy import VacatePolicy
 
 if TYPE_CHECKING:
     from hydroslurm.gate import Gate
 
 MOST_ERROR = 300
 """Characters of the error by which a script has ended."""
-DRAIN_LIMIT_S = 10.0
-"""How long a pause waits for busy devices before it says that they do not drain."""
+_LEAVE_S = 10.0
+"""How long to wait for the controller's thread, which may be writing to a slow disk."""
 _AFTER_FAULT_S = 0.1
 _ASK_AGAIN_S = (1.0, 2.0, 4.0)
 """What to wait before Slurm is asked once more whether a signal warns of the time limit."""
@@ -132,24 +132,17 @@ class Controller:
         plan: SignalPlan,
         journal: RankJournal,
         watch: Watch,
-        emit: Emit = Emit.EVENTS,
-        vacate: VacatePolicy = VacatePolicy.WHEN_ASKED,
-        grace_s: float | None = None,
-        ranks_here: int = 1,
-        launch_ahead_s: float | None = None,
-        registry_base: Path | None = None,
-        environ: Mapping[str, str] | None = None,
+        registry_base: Path | None,
+        environ: Mapping[str, str],
     ) -> None:
         """
         Args:
-            emit: which NVTX marks and ranges a profiler gets, where one listens.
-            vacate: which pauses move the device's memory away.
-            grace_s: between Slurm's SIGTSTP and its SIGSTOP; None: as :class:`Vacating`.
-            ranks_here: on this node.
-            launch_ahead_s: how much work may be queued on the device; None: any.
             registry_base: where the processes that can be paused announce themselves.
-            environ: with which Slurm is asked whether a signal warns of the job's time limit; None
-                where nobody asks.
+            environ: HYDROSLURM_NVTX, HYDROSLURM_VACATE, HYDROSLURM_LAUNCH_AHEAD_MS; and with which
+                Slurm is asked whether a signal warns of the job's time limit.
+
+        Raises:
+            UsageError: one of these variables has a bad value.
         """
         self.gate = gate
         self.marks = gate.marks
@@ -162,22 +155,15 @@ class Controller:
         self.journal = journal
         self._next_journal: tuple[RankJournal, threading.Event] | None = None
         self.watch = watch
-        self._emit = emit
+        self._emit = Emit.from_environ(environ)
         self._recorder = Recorder()
         self._children = Children(registry_base)
         self.vacating = Vacating(
-            gate,
-            emit=self.record,
-            on_idle=self._look_again,
-            log=journal.log.path,
-            policy=vacate,
-            grace_s=grace_s,
-            ranks_here=ranks_here,
-            drain_s=DRAIN_LIMIT_S,
+            gate, environ, emit=self.record, on_idle=self._look_again, log=journal.log.path
         )
         self._environ = environ
         self._asking: threading.Thread | None = None
-        self._launch_ahead = LaunchAhead(gate, launch_ahead_s, warn=say)
+        self._launch_ahead = LaunchAhead(gate, launch_ahead_from(environ))
         self._parking = _Parking()
         self._may_vacate = False
         self._closes_before = 0
@@ -231,6 +217,7 @@ class Controller:
         self._launch_ahead.start()
         self.journal.status.write(self.step, at_once=True)
         self._thread.start()
+        self.vacating.get_ready(self.journal.identity.job_id)
 
     def join(
         self, world: World, *, secret: Callable[[], Secret], warn: Callable[[str], None]
@@ -266,7 +253,7 @@ class Controller:
         begun = threading.Event()
         self._next_journal = (journal, begun)
         self.gate.wake()
-        begun.wait(DRAIN_LIMIT_S)
+        begun.wait(_LEAVE_S)
 
     def stop(
         self,
@@ -297,7 +284,7 @@ class Controller:
         self._leaving = True
         self.gate.wake()
         if self._thread.is_alive():
-            self._thread.join(timeout=DRAIN_LIMIT_S)
+            self._thread.join(timeout=_LEAVE_S)
         self._guarded(self._take_events, 0.0)
         self._children.resume()
         data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
@@ -502,7 +489,9 @@ class Controller:
         """A pause's signal may warn of the time limit. Slurm sends that to all ranks, and the first
         one asks; the pause is in force until the answer is there."""
         job_id, environ, ranks = self.journal.identity.job_id, self._environ, self.ranks
-        if job_id is None or environ is None or (self._asking and self._asking.is_alive()):
+        if job_id is None or (self._asking and self._asking.is_alive()):
+            return
+        if environ.get(GENERATION_ENV):  # below the agent of an elastic member the agent decides
             return
         is_first = ranks is None or not ranks.have_joined or ranks.lost or ranks.rank == 0
         if not is_first or signo not in (self.plan.user_pause, self.plan.user_resume):
@@ -608,7 +597,7 @@ class Controller:
     def _drain_devices(self, pause: int) -> None:
         """Runs in its own thread: other events must not wait for the devices."""
         draining = self.marks.begin(Range.DRAINING, pause)
-        drain = device.drain(limit_s=DRAIN_LIMIT_S, exempt=self.gate.exempt)
+        drain = device.drain(exempt=self.gate.exempt)
         self.marks.end(draining)
         if drain is not None and not self._leaving:
             self._record_drain(pause, drain)

@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hydroslurm.core.awake_clock import AwakeClock
-from hydroslurm.core.threads import thread
+from hydroslurm.core.threads import say, thread
 from hydroslurm.errors import InstallError, UsageError
 from hydroslurm.gate.native_gate import NativeGate
+
+DRAIN_LIMIT_S = 10.0
+"""How long a pause waits for busy devices before it says that they do not drain."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,15 @@ def reserved_bytes() -> int:
     return sum(int(torch.cuda.memory_reserved(index)) for index in used_devices())
 
 
-def drain(*, limit_s: float, exempt: Callable[[], object]) -> Drain | None:
-    """Wait until all used devices are idle; None where this process has used none.
+def drain(*, exempt: Callable[[], object]) -> Drain | None:
+    """Wait, at most ``DRAIN_LIMIT_S``, until all used devices are idle; None where this process has
+    used none.
 
     cudaDeviceSynchronize cannot be interrupted or given a time-out, so it is called in a thread,
     which is left behind if the time is over. It ends by itself once the device is idle after the
     resume.
 
     Args:
-        limit_s: how long to wait for the devices.
         exempt: makes a context manager in which the calling thread is never held at the gate.
     """
     devices = used_devices()
@@ -91,13 +94,13 @@ def drain(*, limit_s: float, exempt: Callable[[], object]) -> Drain | None:
 
     thread(synchronise, name="hydroslurm-sync").start()
     clock = AwakeClock()  # Slurm's SIGSTOP may come meanwhile
-    until_s = clock.now_s() + limit_s
+    until_s = clock.now_s() + DRAIN_LIMIT_S
     while not (in_time := finished.wait(min(1.0, max(0.0, until_s - clock.now_s())))):
         if clock.now_s() >= until_s:
             break
     reason = failures[0] if failures else ""
     if not in_time:
-        reason = f"still busy after {limit_s:g} s; a collective in flight may wait for a peer"
+        reason = f"still busy after {DRAIN_LIMIT_S:g} s; a collective in flight may wait for a peer"
     return Drain(devices, in_time and not failures, time.monotonic() - start, reason)
 
 
@@ -138,13 +141,11 @@ class LaunchAhead:
         bound_s: None for no bound.
     """
 
-    def __init__(self, gate: Gate, bound_s: float | None, *, warn: Callable[[str], None]) -> None:
-        """``warn``: tells a person."""
+    def __init__(self, gate: Gate, bound_s: float | None) -> None:
         self._gate = gate if bound_s is not None and isinstance(gate, NativeGate) else None
         self.bound_s = bound_s if self._gate is not None else None
-        self._warn = warn
         if bound_s is not None and self._gate is None:
-            warn(f"{LAUNCH_AHEAD_ENV} needs the native gate: launches are not bounded")
+            say(f"{LAUNCH_AHEAD_ENV} needs the native gate: launches are not bounded")
 
     def start(self) -> None:
         """Bound the launches, from the moment on when the process comes to use its device."""
@@ -169,4 +170,4 @@ class LaunchAhead:
         try:
             self._gate.bound_launches(self.bound_s or 0.0, device_type=_CUDA)
         except InstallError as error:  # it is raised in the middle of CUDA's initialisation
-            self._warn(f"{LAUNCH_AHEAD_ENV}: {error}")
+            say(f"{LAUNCH_AHEAD_ENV}: {error}")

@@ -25,7 +25,7 @@ from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core import registry
 from hydroslurm.core.events import EventKind, EventLog
-from hydroslurm.core.rundir import GENERATION_ENV, RunDir
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import (
     AlreadyInstalled,
     HydroslurmError,
@@ -34,7 +34,6 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.gate import GATE_ENV, GateKind, chosen_kind, open_gate
-from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
 from hydroslurm.runtime import autoload, unsaved_warning
 from hydroslurm.runtime.child_signals import (
@@ -43,12 +42,10 @@ from hydroslurm.runtime.child_signals import (
     workers_shielded,
 )
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.runtime.device import launch_ahead_from
 from hydroslurm.runtime.journal import Identity, RankJournal, StatusWriter, interval_s
 from hydroslurm.runtime.standing import Watch
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import is_alone
-from hydroslurm.vacate.policy import VacatePolicy, grace_from
 
 if TYPE_CHECKING:
     import torch
@@ -135,14 +132,13 @@ def install(
                 "hydroslurm is installed in this process already; use hydroslurm.controller(), or "
                 "hydroslurm.uninstall() first"
             )
-        emit = Emit.from_environ(environ)
         ranks = world.world_size if world is not None else 1
         _require_torch()
         # started with them held, or ignored: by the agent, or by one of ours further up
         above = autoload.rank_above(os.environ)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
-        controller, beside = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
+        controller, beside = _set_up(run_dir, plan, gate, model, environ, ranks=ranks)
         _installed = _Installed(os.getpid(), controller, beside)
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
@@ -209,7 +205,6 @@ def _journal(
 def _set_up(
     run_dir: str | os.PathLike[str] | None,
     plan: SignalPlan,
-    emit: Emit,
     gate: GateKind,
     model: torch.nn.Module | None,
     environ: Mapping[str, str],
@@ -223,7 +218,7 @@ def _set_up(
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         if base is not None:
             beside.callback(registry.withdraw, base, os.getpid())
-        opened = open_gate(gate, model=model, ranks=ranks)
+        opened = open_gate(gate, model=model, ranks=ranks, environ=environ)
         watch = Watch(environ, gate=opened, ranks=ranks)
         journal = _journal(identity, folder, environ, watch)
         controller = Controller(
@@ -231,21 +226,14 @@ def _set_up(
             plan=plan,
             journal=journal,
             watch=watch,
-            emit=emit,
-            vacate=VacatePolicy.from_environ(environ),
-            grace_s=grace_from(environ),
-            ranks_here=World.from_environ(environ).local_world_size,
-            launch_ahead_s=launch_ahead_from(environ),
             registry_base=base,
-            # below the agent of an elastic member the agent decides
-            environ=None if environ.get(GENERATION_ENV) else environ,
+            environ=environ,
         )
         beside.enter_context(spawns_shielded(plan.pausing(), killing=plan.killing()))
         beside.enter_context(workers_shielded(plan.stopping()))
         beside.enter_context(wandb_shielded(plan.stopping() | plan.killing()))
         controller.start()
         undo.callback(controller.stop)
-        controller.vacating.get_ready(environ, identity.job_id)
         _announce(base, journal, plan)
         if folder is not None and identity.rank == 0 and identity.job_id is not None:
             beside.callback(unsaved_warning.watch(controller, folder, identity.job_id, environ))

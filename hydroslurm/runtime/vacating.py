@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydroslurm.coordination.world import World
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import room
@@ -63,31 +64,31 @@ class Vacating:
     def __init__(
         self,
         gate: Gate,
+        environ: Mapping[str, str],
         *,
         emit: Emit,
         on_idle: Callable[[], None],
         log: Path | None,
-        policy: VacatePolicy = VacatePolicy.WHEN_ASKED,
-        grace_s: float | None = None,
-        ranks_here: int = 1,
-        drain_s: float = 10.0,
-        limits: Limits | None = None,
     ) -> None:
         """
         Args:
+            environ: which pauses vacate, and the grace.
             on_idle: called when a vacate is over, in its thread: another may be wanted by now.
+
+        Raises:
+            UsageError: a bad ``HYDROSLURM_VACATE`` or ``HYDROSLURM_SUSPEND_GRACE_S``.
         """
-        self.policy = policy
-        self.grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
+        self.policy = VacatePolicy.from_environ(environ)
+        self.grace_s = DEFAULT_GRACE_S if (told := grace_from(environ)) is None else told
+        self._environ = dict(environ)
         self.open_device: Callable[[], CudaCheckpoint | None] = open_device
         self.is_at_work = False
         self._gate = gate
         self._emit = emit
         self._on_idle = on_idle
         self.log = log
-        self._ranks_here = ranks_here
-        self._drain_s = drain_s
-        self._limits = limits or Limits()
+        self._ranks_here = World.from_environ(environ).local_world_size
+        self._limits = Limits()
         self._device: CudaCheckpoint | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -96,21 +97,19 @@ class Vacating:
         self._cause_is_gone = threading.Event()
         self._ended = threading.Event()
         self._began = (0, "", 0)
-        self._warn = say
 
     # --- called by the controller
 
-    def get_ready(self, environ: Mapping[str, str], job_id: int | None) -> None:
+    def get_ready(self, job_id: int | None) -> None:
         """Where each pause vacates, the first must not wait for a helper to start, nor for
         slurmctld; returns at once."""
         if self.policy is VacatePolicy.ALWAYS:
-            name = "hydroslurm-vacate-ready"
-            thread(self._get_ready, dict(environ), job_id, name=name).start()
+            thread(self._get_ready, job_id, name="hydroslurm-vacate-ready").start()
 
-    def _get_ready(self, environ: Mapping[str, str], job_id: int | None) -> None:
-        if job_id is not None and grace_from(environ) is None:
+    def _get_ready(self, job_id: int | None) -> None:
+        if job_id is not None and grace_from(self._environ) is None:
             with contextlib.suppress(HydroslurmError, UsageError, OSError):
-                self.grace_s = _grace_of_site(environ)
+                self.grace_s = _grace_of_site(self._environ)
         while self._device is None and not self._ended.wait(_LOOK_S):
             if not self.is_at_work and (found := self.open_device()) is not None:
                 found.refusal()  # starts the helper
@@ -243,7 +242,7 @@ class Vacating:
         if not away.done:
             self._not_vacated(data)
             if away.lost:
-                self._warn(_lost_message(away))
+                say(_lost_message(away))
             return
         # as in _not_vacated(): our cause must be in the log before a resume can follow
         self._cause_is_there.wait(_TOLD_S)
@@ -257,9 +256,9 @@ class Vacating:
         data = {"pause": pause, "restore_s": time.monotonic() - began_s, **_told(back)}
         self._emit(EventKind.RESTORED if back.done else EventKind.RESTORE_FAILED, data)
         if not back.done:
-            self._warn(_lost_message(back))
+            say(_lost_message(back))
         elif back.reason:
-            self._warn(f"device memory is back, with something odd: {back.reason}")
+            say(f"device memory is back, with something odd: {back.reason}")
         if back.done and self._is_paused():
             self._began = (0, "", 0)
 
@@ -268,7 +267,7 @@ class Vacating:
 
     def _wait_told(self, pause: int, reason: str) -> None:
         self._emit(EventKind.RESTORE_WAITS, {"pause": pause, "reason": reason})
-        self._warn(
+        say(
             f"device memory cannot be given back yet, because somebody else has it ({reason}); "
             "the rank stays parked and tries again"
         )
@@ -284,7 +283,7 @@ class Vacating:
         status = self._gate.status()
         if status.capturing:
             return "a CUDA graph is being captured"
-        drained = device.drain(limit_s=self._drain_s, exempt=self._gate.exempt)
+        drained = device.drain(exempt=self._gate.exempt)
         if drained is not None and not drained.drained:
             return f"the device is not idle: {drained.reason}"
         if reason := found.refusal():

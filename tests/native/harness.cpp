@@ -7,27 +7,18 @@ thread_local bool fake_capture = false;
 
 namespace {
 
-int hold_on() {
-    if (const int error = fake.hold_error.load(); error != 0) return error;
-    ++fake.holds_on;
-    fake.armed.store(true);
+std::atomic<bool> &is_on(hs::Callback which) { return which == hs::HOLD ? fake.armed : which == hs::LAUNCHES ? fake.bounding : fake.tracing; }
+int on(hs::Callback which) {
+    if (const int error = fake.hold_error.load(); which == hs::HOLD && error != 0) return error;
+    if (which == hs::HOLD) ++fake.holds_on;
+    is_on(which).store(true);
     return 0;
 }
-void hold_off() {
-    ++fake.holds_off;
-    fake.armed.store(false);
+void off(hs::Callback which) {
+    if (which == hs::HOLD) ++fake.holds_off;
+    is_on(which).store(false);
 }
 bool any() { return fake.armed.load(); }
-int trace_on() {
-    fake.tracing.store(true);
-    return 0;
-}
-void trace_off() { fake.tracing.store(false); }
-int launches_on() {
-    fake.bounding.store(true);
-    return 0;
-}
-void launches_off() { fake.bounding.store(false); }
 bool in_backward() { return false; }
 bool capturing() { return fake_capture; }
 
@@ -41,7 +32,7 @@ void on_alarm(int) {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static const Arming arming = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, trace_on, trace_off, launches_on, launches_off};
+    static const Arming arming = {on, off, any, in_backward, capturing};
     return arming;
 }
 

@@ -29,7 +29,7 @@ def _drain(
         _C=SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index == 1),
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    return device.drain(limit_s=30, exempt=contextlib.nullcontext)
+    return device.drain(exempt=contextlib.nullcontext)
 
 
 def test_only_the_devices_that_were_used_are_drained(monkeypatch: pytest.MonkeyPatch) -> None:

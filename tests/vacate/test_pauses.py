@@ -28,7 +28,7 @@ INSTALLED = """
     from dataclasses import replace
     from hydroslurm.core.events import EventKind
     from hydroslurm.gate.protocol import GateState
-    from hydroslurm.runtime import controller as controllers
+    from hydroslurm.runtime import device as devices
     from hydroslurm.vacate.communicators import Communicators
     from hydroslurm.vacate.cuda_checkpoint import CONTEXT_BYTES, CudaCheckpoint
 
@@ -306,7 +306,7 @@ QUEUE = """
             if verb == "stick":
                 device.device_stick(int(value))
             elif verb == "limit":
-                controllers.DRAIN_LIMIT_S = controller.vacating._drain_s = float(value)
+                devices.DRAIN_LIMIT_S = float(value)
             told = device.device_queued(), device.device_finished_ns(), device.device_waiting()
             print("told", *told, flush=True)
 

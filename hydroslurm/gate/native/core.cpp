@@ -5,6 +5,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <iterator>
+
 #include "internal.h"
 
 namespace hs {
@@ -22,29 +24,12 @@ int64_t clock_ns(clockid_t clock) noexcept {
     return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
-/* Hold our locks during fork(): no fork between our word and torch's, and no lock of ours taken in the child. */
-void before_fork() {
-    pthread_mutex_lock(&lifecycle);
-    pthread_mutex_lock(&gate.arming);
-    trace_lock();
-    ahead_lock();
-    marks_lock();
-    events_lock();
-}
-
-void after_fork_in_parent() {
-    events_unlock();
-    marks_unlock();
-    ahead_unlock();
-    trace_unlock();
-    pthread_mutex_unlock(&gate.arming);
-    pthread_mutex_unlock(&lifecycle);
-}
+std::atomic<uint32_t> registered{0}; /* callbacks, by bit */
+std::atomic<uint32_t> inherited{0};
 
 /* The child has one thread, which is at a fork, not at an operator. Its gate is open, it has no watcher, and `signals.owner`
- * tells the inherited handlers that nothing is meant for it. Do not touch torch's callback list here: its lock may be in any
- * state; the child's first operator removes the callback. */
-void after_fork_in_child() {
+ * tells the inherited handlers that nothing is meant for it. */
+void gate_after_fork() noexcept {
     gate.owner.store(0);
     signals_after_fork();
     gate.closed.store(0);
@@ -52,15 +37,35 @@ void after_fork_in_child() {
     gate.causes.store(0);
     gate.closed_mono_ns.store(0);
     gate.quiet.store(0);
-    gate.stale_callback.store(gate.armed.exchange(false) || gate.stale_callback.load());
+    gate.armed.store(false);
     gate.quit.store(false);
     hold_after_fork();
-    trace_after_fork();
-    ahead_after_fork();
-    marks_after_fork();
-    events_after_fork();
-    pthread_mutex_init(&gate.arming, nullptr);
-    pthread_mutex_init(&lifecycle, nullptr);
+}
+
+void callbacks_after_fork() noexcept { inherited.fetch_or(registered.exchange(0)); }
+
+/* In the order in which the locks are taken: no fork between our word and torch's. */
+constexpr struct {
+    pthread_mutex_t *mutex;
+    void (*after_fork)() noexcept;
+} kParts[] = {
+    {&lifecycle, gate_after_fork},     {&gate.arming, callbacks_after_fork}, {&trace_mutex, trace_after_fork},
+    {&ahead_mutex, ahead_after_fork},  {&marks_mutex, marks_after_fork},     {&events_mutex, events_after_fork},
+};
+
+void before_fork() {
+    for (const auto &part : kParts) pthread_mutex_lock(part.mutex);
+}
+
+void after_fork_in_parent() {
+    for (auto part = std::rbegin(kParts); part != std::rend(kParts); ++part) pthread_mutex_unlock(part->mutex);
+}
+
+void after_fork_in_child() {
+    for (const auto &part : kParts) {
+        part.after_fork();
+        pthread_mutex_init(part.mutex, nullptr);
+    }
 }
 
 int watch_forks() noexcept {
@@ -94,7 +99,6 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     if (const int error = signals_check(table, n); error < 0) return error;
     if (const int error = watch_forks(); error < 0) return error;
     if (signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or our handler would chain to itself */
-    if (gate.stale_callback.exchange(false)) arming().hold_off();
     signals_clear_latches();
     window_clear();
     gate.closes_before.store(gate.closes.load());
@@ -119,10 +123,28 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
 } // namespace
 
 int forks_watch() noexcept {
-    pthread_mutex_lock(&lifecycle);
-    const int result = watch_forks();
-    pthread_mutex_unlock(&lifecycle);
-    return result;
+    const Locked locked(lifecycle);
+    return watch_forks();
+}
+
+/* Counted before it is registered and until it is removed: a callback that a child looks for in vain costs nothing. */
+int callback_on(Callback which) noexcept {
+    callback_drop_inherited(which);
+    registered.fetch_or(1u << which);
+    const int error = arming().on(which);
+    if (error < 0) registered.fetch_and(~(1u << which));
+    return error;
+}
+
+void callback_off(Callback which) noexcept {
+    inherited.fetch_and(~(1u << which));
+    arming().off(which);
+    registered.fetch_and(~(1u << which));
+}
+
+void callback_drop_inherited(Callback which) noexcept {
+    const uint32_t bit = 1u << which;
+    if (inherited.load(std::memory_order_relaxed) & bit && inherited.fetch_and(~bit) & bit) arming().off(which);
 }
 
 int64_t mono_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }
@@ -147,18 +169,16 @@ bool gate_open(uint32_t closing) noexcept {
 }
 
 int arm() noexcept {
-    pthread_mutex_lock(&gate.arming);
-    const int error = arming().hold_on();
+    const Locked locked(gate.arming);
+    const int error = callback_on(HOLD);
     gate.armed.store(error == 0);
-    pthread_mutex_unlock(&gate.arming);
     return error;
 }
 
 void disarm() noexcept {
-    pthread_mutex_lock(&gate.arming);
-    arming().hold_off();
+    const Locked locked(gate.arming);
+    callback_off(HOLD);
     gate.armed.store(false);
-    pthread_mutex_unlock(&gate.arming);
 }
 
 } // namespace hs
@@ -168,14 +188,12 @@ using namespace hs;
 int hs_gate_abi(void) { return HS_GATE_ABI; }
 
 int hs_gate_start(hs_signal *table, int n, int event_fd) {
-    pthread_mutex_lock(&lifecycle);
-    const int result = start(table, n, event_fd);
-    pthread_mutex_unlock(&lifecycle);
-    return result;
+    const Locked locked(lifecycle);
+    return start(table, n, event_fd);
 }
 
 int hs_gate_stop(void) {
-    pthread_mutex_lock(&lifecycle);
+    const Locked locked(lifecycle);
     int replaced = 0;
     if (gate.owner.load() == getpid()) {
         if (signals.owner.load() == getpid()) {
@@ -185,32 +203,26 @@ int hs_gate_stop(void) {
         gate.owner.store(0);
         watcher_end();
     }
-    pthread_mutex_unlock(&lifecycle);
     return replaced;
 }
 
 int hs_gate_claim(int action, int on) {
     if (action < HS_ACTION_PAUSE || action > HS_ACTION_STOP) return -EINVAL;
-    pthread_mutex_lock(&lifecycle);
-    const int result = signals.owner.load() == getpid() ? signals_claim(action, on != 0) : -ESRCH;
-    pthread_mutex_unlock(&lifecycle);
-    return result;
+    const Locked locked(lifecycle);
+    return signals.owner.load() == getpid() ? signals_claim(action, on != 0) : -ESRCH;
 }
 
 int hs_gate_check_handlers(void) {
-    pthread_mutex_lock(&lifecycle);
-    const bool runs = signals.owner.load() == getpid();
-    const int replaced = runs ? signals_replaced() : 0;
-    if (runs) signals_help_late();
-    pthread_mutex_unlock(&lifecycle);
+    const Locked locked(lifecycle);
+    if (signals.owner.load() != getpid()) return 0;
+    const int replaced = signals_replaced();
+    signals_help_late();
     return replaced;
 }
 
 int hs_gate_retake(int signo, int chain) {
-    pthread_mutex_lock(&lifecycle);
-    const int result = signals.owner.load() == getpid() ? signals_retake(signo, chain != 0) : -ESRCH;
-    pthread_mutex_unlock(&lifecycle);
-    return result;
+    const Locked locked(lifecycle);
+    return signals.owner.load() == getpid() ? signals_retake(signo, chain != 0) : -ESRCH;
 }
 
 int hs_gate_status(hs_status *out) {

@@ -6,12 +6,14 @@
 #include "internal.h"
 
 namespace hs {
+
+pthread_mutex_t events_mutex = PTHREAD_MUTEX_INITIALIZER;
+
 namespace {
 
 constexpr uint32_t kEvents = 2048;
 
 struct Queue {
-    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     hs_event events[kEvents];
     uint32_t first = 0;
     uint32_t n = 0;
@@ -38,7 +40,7 @@ void event_text(hs_event &event, const char *text) noexcept {
 }
 
 void event_push(const hs_event &event) noexcept {
-    events_lock();
+    const Locked locked(events_mutex);
     if (queue.n == kEvents) {
         ++queue.dropped;
     } else {
@@ -46,31 +48,24 @@ void event_push(const hs_event &event) noexcept {
         ++queue.n;
     }
     queue.unannounced = true;
-    events_unlock();
 }
 
 void events_announce() noexcept {
-    events_lock();
+    const Locked locked(events_mutex);
     if (queue.unannounced && queue.fd >= 0) {
         const uint64_t one = 1;
         /* EAGAIN: the counter is full, so the reader is awake already. Other errors have no remedy. */
         [[maybe_unused]] const ssize_t written = write(queue.fd, &one, sizeof one);
     }
     queue.unannounced = false;
-    events_unlock();
 }
 
 void events_use_fd(int fd) noexcept {
-    events_lock();
+    const Locked locked(events_mutex);
     queue.fd = fd;
-    events_unlock();
 }
 
-void events_lock() noexcept { pthread_mutex_lock(&queue.lock); }
-void events_unlock() noexcept { pthread_mutex_unlock(&queue.lock); }
-
 void events_after_fork() noexcept {
-    pthread_mutex_init(&queue.lock, nullptr);
     queue.first = queue.n = 0;
     queue.dropped = 0;
     queue.fd = -1; /* the parent's */
@@ -83,7 +78,7 @@ using namespace hs;
 
 int hs_gate_read(hs_event *out, int n) {
     if (n < 0 || (n > 0 && out == nullptr)) return -EINVAL;
-    events_lock();
+    const Locked locked(events_mutex);
     int copied = 0;
     for (; copied < n && queue.n > 0; ++copied) {
         out[copied] = queue.events[queue.first];
@@ -96,6 +91,5 @@ int hs_gate_read(hs_event *out, int n) {
         queue.dropped = 0;
     }
     if (queue.n == 0) queue.unannounced = false; /* read before the announcement: do not wake the reader again */
-    events_unlock();
     return copied;
 }

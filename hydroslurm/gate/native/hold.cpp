@@ -166,7 +166,7 @@ void operator_reached(const char *name, bool backward_node) noexcept {
     const uint32_t closing = gate.closed.load();
     if (closing == 0) {
         /* Just opened, or a child forked from a closed gate, which nothing else would disarm. */
-        if (gate.stale_callback.load(std::memory_order_relaxed) && gate.stale_callback.exchange(false)) arming().hold_off();
+        callback_drop_inherited(HOLD);
         return;
     }
     const int64_t reached_ns = mono_ns();

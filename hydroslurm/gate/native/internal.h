@@ -30,20 +30,22 @@ namespace hs {
 
 /* --- the seam to torch; C++ tests have their own -------------------------------------------------------------- */
 
+/* Callbacks that torch makes at every operator: each calls one of the functions operator_*() below. */
+enum Callback { HOLD, TRACE, LAUNCHES, OPERATORS, kCallbacks };
+
 struct Arming {
-    int (*hold_on)();      /* register the holding callback: 0 or -errno */
-    void (*hold_off)();    /* remove it; running callbacks continue */
+    int (*on)(Callback);   /* register it: 0 or -errno */
+    void (*off)(Callback); /* remove it, if it is registered; running callbacks continue */
     bool (*any)();         /* is any global callback registered at all? */
-    int (*trace_on)();
-    void (*trace_off)();
     bool (*in_backward)(); /* does the calling thread run a node of the autograd graph? */
     bool (*capturing)();   /* does the calling thread capture a CUDA graph? Must never initialise CUDA */
-    int (*operators_on)(); /* register the callback that names every operator to a profiler: 0 or -errno */
-    void (*operators_off)();
-    int (*launches_on)(); /* register the callback that asks operator_launches(): 0 or -errno */
-    void (*launches_off)();
 };
 const Arming &arming();
+
+/* A forked child inherits torch's list of callbacks, whose lock may be in any state: the child's first operator removes them. */
+int callback_on(Callback which) noexcept;
+void callback_off(Callback which) noexcept;
+void callback_drop_inherited(Callback which) noexcept;
 
 /* A queue of a device, as torch numbers them. */
 struct DeviceStream {
@@ -67,6 +69,26 @@ void operator_traced(const char *name, bool backward_node) noexcept;
 void operator_launches() noexcept;
 void operator_begun(const char *name) noexcept;
 void operator_ended() noexcept;
+
+/* --- locks and forks ------------------------------------------------------------------------------------------ */
+
+struct Locked {
+    explicit Locked(pthread_mutex_t &mutex) noexcept : mutex_(mutex) { pthread_mutex_lock(&mutex_); }
+    ~Locked() { pthread_mutex_unlock(&mutex_); }
+    Locked(const Locked &) = delete;
+    Locked &operator=(const Locked &) = delete;
+
+  private:
+    pthread_mutex_t &mutex_;
+};
+
+/* Held during fork(), so that the child finds what they guard whole; then each part begins anew in the child. */
+extern pthread_mutex_t trace_mutex, ahead_mutex, marks_mutex, events_mutex;
+void trace_after_fork() noexcept;
+void ahead_after_fork() noexcept;
+void marks_after_fork() noexcept;
+void events_after_fork() noexcept;
+int forks_watch() noexcept; /* 0, or -errno: children would inherit the parent's state */
 
 /* --- clocks and futexes ------------------------------------------------------------------------------------- */
 
@@ -187,7 +209,6 @@ struct Gate {
     std::atomic<int64_t> closes_before{0}; /* before this start; later ones count from 1, as in the event log */
     std::atomic<int64_t> closed_mono_ns{0};
     std::atomic<bool> armed{false};
-    std::atomic<bool> stale_callback{false}; /* forked from a closed gate: remove the callback */
     std::atomic<bool> quit{false};
     pthread_mutex_t arming = PTHREAD_MUTEX_INITIALIZER; /* also taken around fork() */
     CollectiveWindow window;
@@ -270,9 +291,6 @@ void event_text(hs_event &event, const char *text) noexcept;
 void event_push(const hs_event &event) noexcept;
 void events_announce() noexcept; /* write the eventfd if events were pushed since */
 void events_use_fd(int fd) noexcept;
-void events_lock() noexcept;
-void events_unlock() noexcept;
-void events_after_fork() noexcept;
 
 extern std::atomic<uint32_t> marks_bits; /* HS_MARKS_*; 0 if no tool listens */
 inline bool marks_on() noexcept { return marks_bits.load(std::memory_order_relaxed) != 0; }
@@ -282,18 +300,6 @@ bool mark_held() noexcept; /* begin this thread's range `parked`; false: not emi
 void mark_released() noexcept;
 enum Moment { MOMENT_CLOSED, MOMENT_AT_REST, MOMENT_OPENED };
 void mark_moment(Moment moment, int64_t stamp_ns) noexcept;
-void marks_lock() noexcept;
-void marks_unlock() noexcept;
-void marks_after_fork() noexcept;
-
-void trace_lock() noexcept;
-void trace_unlock() noexcept;
-void trace_after_fork() noexcept;
-
-int forks_watch() noexcept; /* 0, or -errno: children would inherit the parent's state */
-void ahead_lock() noexcept;
-void ahead_unlock() noexcept;
-void ahead_after_fork() noexcept;
 
 } // namespace hs
 #endif

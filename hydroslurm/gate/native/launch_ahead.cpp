@@ -18,6 +18,9 @@
 #include "internal.h"
 
 namespace hs {
+
+pthread_mutex_t ahead_mutex = PTHREAD_MUTEX_INITIALIZER;
+
 namespace {
 
 constexpr int kMostStreams = 64;
@@ -58,9 +61,7 @@ struct Queue {
 };
 
 struct Ahead {
-    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     std::atomic<int64_t> bound_ns{0};
-    std::atomic<bool> stale_callback{false}; /* a child was forked */
     Queue queues[kMostStreams];
     int n = 0;
     hs_launch_ahead seen = {};
@@ -142,17 +143,17 @@ void wait_for_device(Queue &queue, int64_t bound_ns) noexcept {
     void *gil = gil_give_up();
     /* a gate that is closed but not armed holds no thread: without waiting, launches would run away until it is armed */
     while (must_wait(queue, bound_ns) && !(gate.closed.load() != 0 && gate.armed.load()) && ahead.bound_ns.load() != 0) {
-        pthread_mutex_unlock(&ahead.lock);
+        pthread_mutex_unlock(&ahead_mutex);
         futex_wait(gate.closed, 0, poll_ns);
-        pthread_mutex_lock(&ahead.lock);
+        pthread_mutex_lock(&ahead_mutex);
         look(queue, bound_ns);
     }
     ++ahead.seen.waits;
     ahead.seen.waited_ns += mono_ns() - began_ns;
     if (gil == nullptr) return;
-    pthread_mutex_unlock(&ahead.lock); /* the GIL's holder may wait for it */
+    pthread_mutex_unlock(&ahead_mutex); /* the GIL's holder may wait for it */
     gil_take_back(gil);
-    pthread_mutex_lock(&ahead.lock);
+    pthread_mutex_lock(&ahead_mutex);
 }
 
 } // namespace
@@ -161,33 +162,28 @@ void wait_for_device(Queue &queue, int64_t bound_ns) noexcept {
 void operator_launches() noexcept {
     const int64_t bound_ns = ahead.bound_ns.load(std::memory_order_relaxed);
     if (bound_ns == 0) {
-        if (ahead.stale_callback.load(std::memory_order_relaxed) && ahead.stale_callback.exchange(false)) arming().launches_off();
+        callback_drop_inherited(LAUNCHES);
         return;
     }
     DeviceStream stream;
     if (!thread_trains() || !device().stream_of_thread(&stream)) return;
-    pthread_mutex_lock(&ahead.lock);
-    if (Queue *queue = queue_of(stream)) {
-        const bool ends = queue->launches >= queue->launches_per_slice;
-        if (ends && arming().capturing()) {
-            queue->clear(); /* our event would become part of the graph */
-        } else if (ends) {
-            look(*queue, bound_ns);
-            if (queue->unfinished < kMostSlices && end_slice(*queue)) wait_for_device(*queue, bound_ns);
-        }
-        if (queue->launches == 0) queue->begun_ns = mono_ns();
-        ++queue->launches;
+    const Locked locked(ahead_mutex);
+    Queue *queue = queue_of(stream);
+    if (queue == nullptr) return;
+    const bool ends = queue->launches >= queue->launches_per_slice;
+    if (ends && arming().capturing()) {
+        queue->clear(); /* our event would become part of the graph */
+    } else if (ends) {
+        look(*queue, bound_ns);
+        if (queue->unfinished < kMostSlices && end_slice(*queue)) wait_for_device(*queue, bound_ns);
     }
-    pthread_mutex_unlock(&ahead.lock);
+    if (queue->launches == 0) queue->begun_ns = mono_ns();
+    ++queue->launches;
 }
-
-void ahead_lock() noexcept { pthread_mutex_lock(&ahead.lock); }
-void ahead_unlock() noexcept { pthread_mutex_unlock(&ahead.lock); }
 
 /* Reset in a child, which has no device; the parent's events are not its own. */
 void ahead_after_fork() noexcept {
-    pthread_mutex_init(&ahead.lock, nullptr);
-    ahead.stale_callback.store(ahead.bound_ns.exchange(0) != 0);
+    ahead.bound_ns.store(0);
     for (Queue &queue : ahead.queues) queue = Queue{};
     ahead.n = 0;
 }
@@ -200,27 +196,22 @@ int hs_gate_bound_launches(int device_type, int64_t bound_ns) {
     if (bound_ns < 0) return -EINVAL;
     if (const int error = forks_watch(); error < 0) return error;
     if (gate.owner.load() != getpid()) hold_find_python(); /* as hs_gate_start() does */
-    ahead_lock();
-    int result = 0;
-    const bool was_on = ahead.bound_ns.load() != 0 || ahead.stale_callback.exchange(false);
-    if (was_on) arming().launches_off();
+    const Locked locked(ahead_mutex);
+    callback_off(LAUNCHES);
     ahead.bound_ns.store(0);
-    if (bound_ns > 0) {
-        for (Queue &queue : ahead.queues) queue.clear(); /* its events stay, and are reused */
-        ahead.seen = {};
-        if (!device().use(device_type)) result = -ENODEV;
-        if (result == 0) result = arming().launches_on();
-        if (result == 0) ahead.bound_ns.store(bound_ns);
-    }
-    ahead_unlock();
+    if (bound_ns == 0) return 0;
+    for (Queue &queue : ahead.queues) queue.clear(); /* its events stay, and are reused */
+    ahead.seen = {};
+    if (!device().use(device_type)) return -ENODEV;
+    const int result = callback_on(LAUNCHES);
+    if (result == 0) ahead.bound_ns.store(bound_ns);
     return result;
 }
 
 int hs_gate_launches(hs_launch_ahead *out) {
     if (out == nullptr) return -EINVAL;
-    ahead_lock();
+    const Locked locked(ahead_mutex);
     *out = ahead.seen;
     out->bound_ns = ahead.bound_ns.load();
-    ahead_unlock();
     return 0;
 }

@@ -13,12 +13,14 @@
 namespace hs {
 
 std::atomic<uint32_t> marks_bits{0};
+pthread_mutex_t marks_mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the search for a tool */
+
+void marks_after_fork() noexcept { marks_bits.store(0); }
 
 #ifdef HS_WITH_NVTX
 
 namespace {
 
-pthread_mutex_t setup = PTHREAD_MUTEX_INITIALIZER;
 nvtxDomainHandle_t domain = nullptr;
 nvtxStringHandle_t range_names[HS_RANGES];
 nvtxStringHandle_t request_names[4];
@@ -51,7 +53,7 @@ nvtxEventAttributes_t text(const char *message) noexcept {
 
 /* Once per process: a domain is never destroyed. */
 bool find_tool() noexcept {
-    pthread_mutex_lock(&setup);
+    const Locked locked(marks_mutex);
     if (domain == nullptr) {
         nvtxDomainHandle_t made = nvtxDomainCreateA("hydroslurm");
         if (made != nullptr) {
@@ -62,9 +64,7 @@ bool find_tool() noexcept {
             domain = made;
         }
     }
-    const bool found = domain != nullptr;
-    pthread_mutex_unlock(&setup);
-    return found;
+    return domain != nullptr;
 }
 
 } // namespace
@@ -101,18 +101,13 @@ bool mark_held() noexcept {
 void mark_released() noexcept { nvtxDomainRangePop(domain); }
 
 void operator_begun(const char *name) noexcept {
+    callback_drop_inherited(OPERATORS);
     const nvtxEventAttributes_t event = text(name);
     nvtxDomainRangePushEx(domain, &event);
 }
 
 void operator_ended() noexcept { nvtxDomainRangePop(domain); }
 
-void marks_lock() noexcept { pthread_mutex_lock(&setup); }
-void marks_unlock() noexcept { pthread_mutex_unlock(&setup); }
-void marks_after_fork() noexcept {
-    pthread_mutex_init(&setup, nullptr);
-    marks_bits.store(0);
-}
 
 #else
 
@@ -123,9 +118,6 @@ bool mark_held() noexcept { return false; }
 void mark_released() noexcept {}
 void operator_begun(const char *) noexcept {}
 void operator_ended() noexcept {}
-void marks_lock() noexcept {}
-void marks_unlock() noexcept {}
-void marks_after_fork() noexcept {}
 
 #endif
 
@@ -141,9 +133,9 @@ int hs_marks_use(uint32_t bits) {
     const uint32_t wanted = bits != 0 && find_tool() ? bits : 0;
     const bool operators = marks_bits.load() & HS_MARKS_OPERATORS;
     int error = 0;
-    if (operators && !(wanted & HS_MARKS_OPERATORS)) arming().operators_off();
+    if (operators && !(wanted & HS_MARKS_OPERATORS)) callback_off(OPERATORS);
     marks_bits.store(wanted);
-    if (wanted & HS_MARKS_OPERATORS && !operators) error = arming().operators_on();
+    if (wanted & HS_MARKS_OPERATORS && !operators) error = callback_on(OPERATORS);
     if (error < 0) marks_bits.fetch_and(~HS_MARKS_OPERATORS);
     mark_clock();
     return error < 0 ? error : static_cast<int>(wanted);

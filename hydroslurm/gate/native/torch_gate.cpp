@@ -17,11 +17,6 @@
 
 namespace {
 
-at::CallbackHandle hold_handle = at::INVALID_CALLBACK_HANDLE;
-at::CallbackHandle trace_handle = at::INVALID_CALLBACK_HANDLE;
-at::CallbackHandle operators_handle = at::INVALID_CALLBACK_HANDLE;
-at::CallbackHandle launches_handle = at::INVALID_CALLBACK_HANDLE;
-
 bool is_node(const at::RecordFunction &function) { return function.scope() == at::RecordScope::BACKWARD_FUNCTION; }
 
 std::unique_ptr<at::ObserverContext> on_hold(const at::RecordFunction &function) {
@@ -46,13 +41,17 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction &function
 
 void on_end(const at::RecordFunction &, at::ObserverContext *) { hs::operator_ended(); }
 
-using Start = at::RecordFunctionCallback::StartCallback;
-using End = at::RecordFunctionCallback::EndCallback;
+struct {
+    at::RecordFunctionCallback::StartCallback start;
+    at::RecordFunctionCallback::EndCallback end = nullptr;
+    at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+} callbacks[hs::kCallbacks] = {{on_hold}, {on_trace}, {on_launch}, {on_begin, on_end}}; /* by enum Callback */
 
-int add(Start start, at::CallbackHandle &handle, End end = nullptr) noexcept {
+int add(hs::Callback which) noexcept {
+    auto &one = callbacks[which];
     try {
-        handle = at::addGlobalCallback(
-            at::RecordFunctionCallback(start, end).scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+        one.handle = at::addGlobalCallback(
+            at::RecordFunctionCallback(one.start, one.end).scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
         return 0;
     } catch (const std::bad_alloc &) {
         return -ENOMEM;
@@ -61,7 +60,8 @@ int add(Start start, at::CallbackHandle &handle, End end = nullptr) noexcept {
     }
 }
 
-void remove(at::CallbackHandle &handle) noexcept {
+void remove(hs::Callback which) noexcept {
+    at::CallbackHandle &handle = callbacks[which].handle;
     try {
         if (handle != at::INVALID_CALLBACK_HANDLE) at::removeCallback(handle);
     } catch (...) {
@@ -185,17 +185,10 @@ bool event_is_finished(const hs::DeviceStream &, void *event) {
 
 /* --- the seam ----------------------------------------------------------------------------------------------- */
 
-int hold_on() {
-    find_driver();
-    return add(on_hold, hold_handle);
+int on(hs::Callback which) {
+    if (which == hs::HOLD) find_driver();
+    return add(which);
 }
-void hold_off() { remove(hold_handle); }
-int trace_on() { return add(on_trace, trace_handle); }
-void trace_off() { remove(trace_handle); }
-int operators_on() { return add(on_begin, operators_handle, on_end); }
-void operators_off() { remove(operators_handle); }
-int launches_on() { return add(on_launch, launches_handle); }
-void launches_off() { remove(launches_handle); }
 
 bool any() { return at::hasGlobalCallbacks(); }
 
@@ -207,7 +200,7 @@ bool in_backward() {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static constexpr Arming torch = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, operators_on, operators_off, launches_on, launches_off};
+    static constexpr Arming torch = {on, remove, any, in_backward, capturing};
     return torch;
 }
 

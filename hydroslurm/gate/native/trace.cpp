@@ -7,14 +7,15 @@
 #include "internal.h"
 
 namespace hs {
+
+pthread_mutex_t trace_mutex = PTHREAD_MUTEX_INITIALIZER;
+
 namespace {
 
 constexpr int kKeepMax = 50'000'000;
 
 struct Trace {
-    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     std::atomic<bool> on{false};
-    std::atomic<bool> stale_callback{false}; /* a child was forked while tracing */
     std::atomic<int> writers{0};
     std::atomic<int64_t> count{0};
     int keep = 0;
@@ -37,18 +38,14 @@ void operator_traced(const char *name, bool backward_node) noexcept {
             entry.phase = backward_node || arming().in_backward() ? HS_PHASE_BACKWARD : HS_PHASE_FORWARD;
             strncpy(entry.text, name != nullptr ? name : "", HS_TEXT_BYTES - 1);
         }
-    } else if (!on && trace.stale_callback.load(std::memory_order_relaxed) && trace.stale_callback.exchange(false)) {
-        arming().trace_off();
+    } else if (!on) {
+        callback_drop_inherited(TRACE);
     }
     trace.writers.fetch_sub(1);
 }
 
-void trace_lock() noexcept { pthread_mutex_lock(&trace.lock); }
-void trace_unlock() noexcept { pthread_mutex_unlock(&trace.lock); }
-
 void trace_after_fork() noexcept {
-    pthread_mutex_init(&trace.lock, nullptr);
-    trace.stale_callback.store(trace.on.exchange(false));
+    trace.on.store(false);
     trace.writers.store(0);
     trace.kept = nullptr; /* left to the parent: another thread may have been writing to it */
 }
@@ -59,26 +56,19 @@ using namespace hs;
 
 int hs_gate_trace_start(int keep, int collectives) {
     if (keep < 0 || keep > kKeepMax) return -EINVAL;
-    trace_lock();
-    int result = 0;
-    if (trace.on.load()) {
-        result = -EBUSY;
-    } else if (keep > 0 && (trace.kept = static_cast<hs_traced *>(calloc(static_cast<size_t>(keep), sizeof(hs_traced)))) == nullptr) {
-        result = -ENOMEM;
-    } else {
-        trace.keep = keep;
-        trace.collectives = collectives != 0;
-        trace.count.store(0);
-        if (trace.stale_callback.exchange(false)) arming().trace_off();
-        trace.on.store(true);
-        result = arming().trace_on();
-        if (result < 0) {
-            trace.on.store(false);
-            free(trace.kept);
-            trace.kept = nullptr;
-        }
+    const Locked locked(trace_mutex);
+    if (trace.on.load()) return -EBUSY;
+    if (keep > 0 && (trace.kept = static_cast<hs_traced *>(calloc(static_cast<size_t>(keep), sizeof(hs_traced)))) == nullptr) return -ENOMEM;
+    trace.keep = keep;
+    trace.collectives = collectives != 0;
+    trace.count.store(0);
+    trace.on.store(true);
+    const int result = callback_on(TRACE);
+    if (result < 0) {
+        trace.on.store(false);
+        free(trace.kept);
+        trace.kept = nullptr;
     }
-    trace_unlock();
     return result;
 }
 
@@ -86,18 +76,14 @@ int64_t hs_gate_trace_count(void) { return trace.count.load(); }
 
 int hs_gate_trace_stop(hs_traced *out, int n) {
     if (n < 0 || (n > 0 && out == nullptr)) return -EINVAL;
-    trace_lock();
-    int copied = -EINVAL;
-    if (trace.on.load()) {
-        trace.on.store(false);
-        arming().trace_off();
-        while (trace.writers.load() > 0) sched_yield(); /* callbacks that had begun */
-        const int64_t kept = trace.count.load() < trace.keep ? trace.count.load() : trace.keep;
-        copied = kept < n ? static_cast<int>(kept) : n;
-        if (copied > 0) memcpy(out, trace.kept, static_cast<size_t>(copied) * sizeof(hs_traced));
-        free(trace.kept);
-        trace.kept = nullptr;
-    }
-    trace_unlock();
+    const Locked locked(trace_mutex);
+    if (!trace.on.exchange(false)) return -EINVAL;
+    callback_off(TRACE);
+    while (trace.writers.load() > 0) sched_yield(); /* callbacks that had begun */
+    const int64_t kept = trace.count.load() < trace.keep ? trace.count.load() : trace.keep;
+    const int copied = kept < n ? static_cast<int>(kept) : n;
+    if (copied > 0) memcpy(out, trace.kept, static_cast<size_t>(copied) * sizeof(hs_traced));
+    free(trace.kept);
+    trace.kept = nullptr;
     return copied;
 }

@@ -47,14 +47,12 @@ class SubmittedJob:
         run: its run folder.
         plan: what it runs.
         notes: sentences for the user.
-        janitor_id: the job that cleans up after it; None: there is none.
     """
 
     job_id: int
     run: RunDir
     plan: Plan
     notes: tuple[str, ...]
-    janitor_id: int | None = None
 
 
 def plan_for(spec: JobSpec, *, environ: Mapping[str, str]) -> tuple[Plan, tuple[str, ...]]:
@@ -145,7 +143,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     else:
         notes = (*notes, f"job {janitor} cleans up after it, however it ends")
     refuse_hopeless(job_id, run, janitor_id=janitor)
-    return SubmittedJob(job_id, run, plan, notes, janitor)
+    return SubmittedJob(job_id, run, plan, notes)
 
 
 def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:
