@@ -215,11 +215,11 @@ def _of_samples(got: Update, want: Update, whole: Sequence[Update], i: int) -> t
         return (
             f"{seen}: those of step {other + 1}, which has this place in "
             f"{'an earlier' if other < i else 'a later'} epoch",
-            "Either the generator of the sampler is seeded anew and not restored, or the sampler "
+            "Either the generator of the sampler is seeded again and not restored, or the sampler "
             "is told its epoch (set_epoch) after the iterator is made, which has workers fetch at "
             "once"
             if other < i
-            else "The order of the epoch was drawn anew: the generator of the sampler is saved as "
+            else "The order of the epoch was drawn again: the generator of the sampler is saved as "
             "it is after that draw, and has to be saved as it was when the epoch began",
         )
     for distance in range(1, min(len(whole), _MOST_AHEAD + 1)):
@@ -241,13 +241,13 @@ def _of_samples(got: Update, want: Update, whole: Sequence[Update], i: int) -> t
     if not set(ours) & known:
         return (
             f"{seen}, and none of these is in the recorded steps of the undisturbed run",
-            "Either the order of the epoch was drawn anew, or samples are changed by random "
+            "Either the order of the epoch was drawn again, or samples are changed by random "
             "numbers (augmentation) that are not restored: those of the DataLoader's workers come "
             "from its base seed, which is drawn when the iterator is made",
         )
     return (
         f"{seen}: the order is another one",
-        "The order of the epoch was drawn anew: the generator of the sampler, as it was when the "
+        "The order of the epoch was drawn again: the generator of the sampler, as it was when the "
         "epoch began, is not part of the state",
     )
 

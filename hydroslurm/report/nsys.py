@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
-import math
 import os
 import shutil
 import sqlite3
@@ -25,9 +25,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +56,8 @@ TABLES = {
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graphs",
 }
 """The last one: graphs as a whole. Graphs traced by node are among the kernels."""
+_MOST_NS = 1 << 61
+"""Times and payloads beyond, of seventy years, are damage."""
 BLOCK = 8192
 """Rows that SQLite summarizes together."""
 EXPORT_TIMEOUT_S = 1800
@@ -164,12 +165,19 @@ def read_profile(path: Path) -> Profile:
         ProfileError: not an nsys report, or unreadable.
     """
     with as_sqlite(path) as exported, open_database(exported) as database:
-        processes, clocks = read_marks(database)
+        domains = _domains(database)
+        processes = sorted({process for process, _ in domains}, key=_pid)
+        events = read_events(database, domains)
+        clocks = events.execute("SELECT at, value FROM events WHERE name = 'clock'").fetchall()
         timebase = Timebase(clocks)
-        gpu = Gpu(database, (p.global_pid for p in processes if p.marks["pause_request"]))
-        pauses = [pause for process in processes for pause in pauses_of(process, timebase, gpu)]
-        stops = [stop for process in processes for stop in stops_of(process, timebase)]
-        stated = [item.error_ns for item in pauses] + [item.error_ns for item in stops]
+        asked = "SELECT DISTINCT process FROM events WHERE name = 'pause_request'"
+        gpu = Gpu(database, [process for (process,) in events.execute(asked)])
+        _add_functions(events, timebase, gpu)
+        events.executescript(_JOINS)
+        pauses = tuple(ProfiledPause(*row) for row in events.execute(_PAUSES))
+        stops = tuple(ProfiledStop(*row) for row in events.execute(_STOPS))
+        errors_ns = [*(pause.error_ns for pause in pauses), *(stop.error_ns for stop in stops)]
+        names = {name for (name,) in events.execute("SELECT DISTINCT name FROM events")}
         epoch_ns = database.integer("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
         versions = (
             database.text(table, "EXPORT_PRODUCT_VERSION")
@@ -179,30 +187,34 @@ def read_profile(path: Path) -> Profile:
             path=path,
             host=database.text("TARGET_INFO_SYSTEM_ENV", "Hostname"),
             session_epoch_ns=epoch_ns,
-            pids=tuple(process.pid for process in processes),
-            pauses=tuple(pauses),
-            stops=tuple(stops),
-            alignment_error_ns=max(
-                (error_ns for error_ns in stated if error_ns is not None), default=None
+            pids=tuple(map(_pid, processes)),
+            pauses=pauses,
+            stops=stops,
+            alignment_error_ns=max((ns for ns in errors_ns if ns is not None), default=None),
+            missing=(
+                *database.missing,
+                *_absent(processes, len(clocks), gpu, timed=not names.isdisjoint(RANGES)),
             ),
-            missing=(*database.missing, *_absent(processes, clocks, gpu)),
             epoch_offset_ns=timebase.epoch_offset_ns(epoch_ns),
             version=next((value for value in versions if value is not None), None),
         )
 
 
-def _absent(processes: Sequence[ProcessMarks], clocks: Sequence[object], gpu: Gpu) -> Iterator[str]:
-    timed = any(spans for process in processes for spans in process.ranges.values())
-    if timed and len(clocks) < 2:
+def _absent(processes: Sequence[int], clocks: int, gpu: Gpu, *, timed: bool) -> Iterator[str]:
+    if timed and clocks < 2:
         yield (
-            f"{len(clocks)} `clock` mark(s) where two are needed: what nsys timed itself "
+            f"{clocks} `clock` mark(s) where two are needed: what nsys timed itself "
             "cannot be converted to the clock of the event log"
         )
-    idle = [str(process.pid) for process in processes if not gpu.worked_for(process.global_pid)]
+    idle = [str(_pid(process)) for process in processes if not gpu.worked_for(process)]
     if processes and len(idle) == len(processes):
         yield "no kernels, copies or memsets: profiled without --trace=cuda, or no GPU was used"
     elif idle:
         yield f"no kernels, copies or memsets of process {', '.join(idle)}"
+
+
+def _pid(global_pid: int) -> int:
+    return global_pid >> _TID_BITS & _LOW
 
 
 # --- one report alone, for a terminal and as JSON ------------------------------------------------
@@ -606,46 +618,19 @@ def _blocks(database: Database, table: str, global_pid: int) -> Iterator[_Block]
 # --- the marks and ranges of the domain hydroslurm ----------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A request or moment, emitted by the watcher at ``nsys_ns``; the stamp is the handler's or
-    the event log's. ``signal``: of a request."""
+def read_events(database: Database, domains: Collection[tuple[int, int]]) -> sqlite3.Connection:
+    """Return a database of our own, with one table of the events of these domains, which holds
+    nothing but numbers that can be calculated with; so it can be joined, whoever wrote the report.
 
-    nsys_ns: int
-    stamp_mono_ns: int
-    signal: int = 0
-
-
-@dataclass(frozen=True)
-class Range:
-    """``payload``: number of the pause, or step. ``end_ns`` is None if it never ended."""
-
-    begin_ns: int
-    end_ns: int | None
-    payload: int
-    tid: int
-
-
-@dataclass
-class ProcessMarks:
-    """Marks and ranges of one process, each in order of nsys's time."""
-
-    pid: int
-    global_pid: int
-    """Process id of its kernels."""
-    marks: defaultdict[str, list[Mark]] = field(default_factory=lambda: defaultdict(list))
-    ranges: defaultdict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
-
-
-def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, int]]]:
-    """Return each process's marks, by pid, and all marks ``clock``, which tie the two clocks
-    together: nsys's time, and CLOCK_MONOTONIC read just before. Without any process ``missing``
-    of the database says why."""
-    domains = _domains(database)
-    processes = {pid: ProcessMarks(pid >> _TID_BITS & _LOW, pid) for pid, _ in domains}
-    clocks: list[tuple[int, int]] = []
+    Its columns: ``process``, a global id; ``name``; ``at`` and ``until``, by nsys's clock: the
+    latter is null for a mark, and for a range that never ended; ``value``: of a mark the stamp of
+    the handler or the event log, of a range the number of its pause, or its step; ``signal``: of a
+    request; ``tid``.
+    """
+    events = sqlite3.connect(":memory:")
+    events.execute("CREATE TABLE events (process, name, at, until, value, signal, tid)")
     if not domains:
-        return [], clocks
+        return events
     ids = database.string_ids([CLOCK, *REQUESTS, *MOMENTS, *RANGES])
     mark = database.event_type("NvtxMark", _MARK)
     last_ns = database.integer("ANALYSIS_DETAILS", "duration")
@@ -659,24 +644,17 @@ def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, 
     rows = database.rows(
         sql, list(ids), what="NVTX events", integers=(0, 2, 4, 5, 6, 7), if_any=(1, 3)
     )
-    for start, end, kind, signal, global_tid, text_id, domain, payload in sorted(
-        rows, key=lambda row: row[0]
-    ):
-        name, global_pid = ids[text_id], global_tid & ~_LOW
-        if (global_pid, domain) not in domains:
-            continue
-        process = processes[global_pid]
-        if kind != mark and name in RANGES:
-            # nsys ends open ranges with its recording
-            end_ns = None if end == last_ns else end
-            process.ranges[name].append(Range(start, end_ns, payload, global_tid & _LOW))
-        elif kind == mark and name == CLOCK:
-            clocks.append((start, payload))
-        elif kind == mark:
-            process.marks[name].append(
-                Mark(start, payload, (signal or 0) if name in REQUESTS else 0)
-            )
-    return sorted(processes.values(), key=lambda process: process.pid), clocks
+    kept = [
+        # nsys ends open ranges with its recording
+        (tid & ~_LOW, ids[text], at, None if until == last_ns else until, value, signal, tid & _LOW)
+        for at, until, kind, signal, tid, text, domain, value in rows
+        if (tid & ~_LOW, domain) in domains
+        and (kind == mark) == (ids[text] not in RANGES)
+        and max(abs(at), abs(until or 0), abs(value)) < _MOST_NS
+    ]
+    kept.sort(key=lambda row: row[2])
+    events.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", kept)
+    return events
 
 
 def _domains(database: Database) -> set[tuple[int, int]]:
@@ -718,180 +696,119 @@ def _created_domains(database: Database) -> set[tuple[int, int]]:
 # --- the pauses and the stop of a process ---------------------------------------------------------
 
 
-class _Converter:
-    """Converts nsys's times to CLOCK_MONOTONIC, and keeps the worst error."""
-
-    def __init__(self, timebase: Timebase) -> None:
-        self._timebase = timebase
-        self.error_ns: int | None = None
-
-    def mono(self, nsys_ns: int | None) -> int | None:
-        converted = None if nsys_ns is None else self._timebase.mono(nsys_ns)
-        if converted is None:
-            return None
-        self.error_ns = max(converted[1], self.error_ns or 0)
-        return converted[0]
-
-
-@dataclass(frozen=True)
-class _Between:
-    """One pause in nsys's time, with its marks and ranges."""
-
-    number: int | None
-    asked: Mark | None
-    at_rest: Mark | None = None
-    resumed: Mark | None = None
-    ranges: Mapping[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
-
-
-def pauses_of(marks: ProcessMarks, timebase: Timebase, gpu: Gpu) -> list[ProfiledPause]:
-    """Return the pauses in order. A request that closed no gate is none, except at the end."""
-    return [_profiled(marks, pause, timebase, gpu) for pause in _pauses(marks)]
-
-
-def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
-    """Return at most one: a process ends with its stop. Earlier saves do not belong to it."""
-    requests, requeueing = marks.marks["stop_request"], marks.ranges["requeueing"]
-    if not requests and not requeueing:
-        return []
-    first = requests[0] if requests else None
-    # a stop waits for a running save, or saves again: the last one counts
-    since_ns = first.nsys_ns if first else 0
-    saving = _last(r for r in marks.ranges["saving"] if r.end_ns is None or r.end_ns >= since_ns)
-    committing = _last(
-        r
-        for r in marks.ranges["committing"]
-        if saving and r.payload == saving.payload and r.begin_ns >= saving.begin_ns
-    )
-    requeued = _last(r for r in requeueing if r.begin_ns >= since_ns)
-    convert = _Converter(timebase)
-    return [
-        ProfiledStop(
-            pid=marks.pid,
-            signal=first.signal if first else 0,
-            requested_mono_ns=first.stamp_mono_ns if first else None,
-            saving_mono_ns=convert.mono(saving.begin_ns if saving else None),
-            durable_mono_ns=convert.mono(saving.end_ns if saving else None),
-            committed_mono_ns=convert.mono(committing.end_ns if committing else None),
-            requeued_mono_ns=convert.mono(requeued.end_ns if requeued else None),
-            step=saving.payload if saving else None,
-            error_ns=convert.error_ns,
-        )
-    ]
-
-
-def _last(ranges: Iterable[Range]) -> Range | None:
-    return next(reversed(list(ranges)), None)
-
-
-def _pauses(marks: ProcessMarks) -> list[_Between]:
-    by_number: dict[int, defaultdict[str, list[Range]]] = {}
-    for name in ("pausing", "parked", "resuming", "draining"):
-        for span in marks.ranges[name]:
-            by_number.setdefault(span.payload, defaultdict(list))[name].append(span)
-    # a stop opens the gate without a resume
-    stops = {stop.stamp_mono_ns for stop in marks.marks["stop_request"]}
-    pauses: list[_Between] = []
-    since_ns = 0
-    ordered = sorted(by_number.items())
-    begins_ns = [_begin(ranges) for _, ranges in ordered]
-    ends_ns = [*begins_ns[1:], math.inf]
-    for (which, ranges), begin_ns, end_ns in zip(ordered, begins_ns, ends_ns, strict=False):
-        closed, at_rest, opened = (
-            [mark for mark in marks.marks[name] if begin_ns <= mark.nsys_ns < end_ns]
-            for name in MOMENTS
-        )
-        asked = _request_of(closed[0], marks.marks["pause_request"]) if closed else None
-        resumed = None
-        if opened and opened[0].stamp_mono_ns not in stops:
-            resumed = _request_of(opened[0], marks.marks["resume_request"])
-        last = at_rest[-1] if at_rest else None
-        pauses.append(_Between(which, asked, last, resumed, ranges))
-        since_ns = resumed.nsys_ns if resumed else begin_ns
-    if not pauses or pauses[-1].resumed:
-        # the recording ended before the gate closed
-        asked_since = (mark for mark in marks.marks["pause_request"] if mark.nsys_ns > since_ns)
-        pauses += [_Between(None, mark) for mark in asked_since]
-    return pauses
-
-
-def _begin(ranges: Mapping[str, list[Range]]) -> int:
-    """Return when the gate closed: a thread may be held before the watcher emits ``pausing``."""
-    if ranges["pausing"]:
-        return ranges["pausing"][0].begin_ns
-    return min(span.begin_ns for spans in ranges.values() for span in spans)
-
-
-def _request_of(moment: Mark, requests: list[Mark]) -> Mark:
-    """Return the request with its stamp; none opens a gate that is stopped."""
-    matching = (mark for mark in requests if mark.stamp_mono_ns == moment.stamp_mono_ns)
-    return next(matching, moment)
-
-
-def _profiled(marks: ProcessMarks, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
-    convert = _Converter(timebase)
-    parked_ns, tid = _parked(pause)
-    running_ns = _running(pause, timebase)
-    drained_ns = pause.ranges["draining"][-1].end_ns if pause.ranges["draining"] else None
-    # vacated memory is copied after the drain, and copied back before threads run
-    idle_ns = drained_ns if drained_ns is not None else running_ns
-    last_end_ns = None
-    if parked_ns is not None:
-        before_ns = idle_ns if idle_ns is not None else parked_ns
-        last_end_ns = gpu.last_end(marks.global_pid, before_ns=before_ns)
-    first_ns = None
-    if running_ns is not None:
-        first_ns = gpu.first_start(marks.global_pid, since_ns=running_ns)
-    return ProfiledPause(
-        pid=marks.pid,
-        tid=tid,
-        number=pause.number,
-        signal=pause.asked.signal if pause.asked else 0,
-        requested_mono_ns=pause.asked.stamp_mono_ns if pause.asked else None,
-        parked_mono_ns=_rest_of_quiet(pause, tid) or convert.mono(parked_ns),
-        drained_mono_ns=convert.mono(drained_ns),
-        last_kernel_end_mono_ns=convert.mono(last_end_ns),
-        resume_requested_mono_ns=pause.resumed.stamp_mono_ns if pause.resumed else None,
-        running_mono_ns=convert.mono(running_ns),
-        first_kernel_mono_ns=convert.mono(first_ns),
-        error_ns=convert.error_ns,
+def _event(what: str, name: str, where: str, order: str = "at, e.rowid") -> str:
+    """Make a subquery: a column of the first event of a name, of the process of ``p``."""
+    index = "by_value" if where.startswith("value =") else "by_time"
+    return (
+        f"(SELECT {what} FROM events e INDEXED BY {index} WHERE e.process = p.process "
+        f"AND e.name = '{name}' AND {where} ORDER BY {order} LIMIT 1)"
     )
 
 
-def _parked(pause: _Between) -> tuple[int | None, int | None]:
-    """Return when the last thread came to rest, and which. A thread that arrives when all others
-    are held delays nothing."""
-    ended_ns = pause.ranges["pausing"][-1].end_ns if pause.ranges["pausing"] else None
-    if pause.ranges["pausing"] and ended_ns is None:
-        return None, None
-    held = [r for r in pause.ranges["parked"] if ended_ns is None or r.begin_ns <= ended_ns]
-    if not held:
-        return ended_ns, None
-    last = max(held, key=lambda r: r.begin_ns)
-    return last.begin_ns, last.tid
+_LAST = "at DESC, e.rowid DESC"
+_MEANWHILE, _OF_PAUSE = "at >= began AND at < ended", "value = number"
+_HELD = _event("e.rowid", "parked", f"{_OF_PAUSE} AND at <= IFNULL(paused, at)", "at DESC, e.rowid")
+_JOINS = f"""
+CREATE INDEX by_time ON events (process, name, at);
+CREATE INDEX by_value ON events (process, name, value);
+-- a thread may be held before the watcher emits `pausing`
+CREATE TABLE begun AS
+SELECT process, value AS number, IFNULL(MIN(CASE name WHEN 'pausing' THEN at END), MIN(at)) AS began
+FROM events WHERE name IN ('pausing', 'parked', 'resuming', 'draining') GROUP BY process, value;
+CREATE TABLE moments AS SELECT p.*,
+    {_event("value", "gate_closed", _MEANWHILE)} AS asked,
+    {_event("value", "at_rest", _MEANWHILE, _LAST)} AS rest,
+    {_event("value", "gate_opened", _MEANWHILE)} AS opened,
+    {_event("at", "gate_opened", _MEANWHILE)} AS opened_at,
+    {_event("at", "pausing", _OF_PAUSE, _LAST)} AS pausing,
+    {_event("until", "pausing", _OF_PAUSE, _LAST)} AS paused,
+    {_event("until", "draining", _OF_PAUSE, _LAST)} AS drained,
+    {_event("at", "resuming", _OF_PAUSE, _LAST)} AS resuming,
+    {_event("until", "resuming", _OF_PAUSE, _LAST)} AS released
+FROM (
+    SELECT *, LEAD(began, 1, 1e99) OVER (PARTITION BY process ORDER BY number) AS ended FROM begun
+) p;
+-- a stop opens the gate without a resume; a thread that arrives when all others are held delays
+-- nothing
+CREATE TABLE requests AS SELECT p.*,
+    CASE WHEN {_event("1", "stop_request", "value = opened")} IS NULL THEN opened END AS resumed,
+    CASE WHEN pausing IS NULL OR paused IS NOT NULL THEN {_HELD} END AS held
+FROM moments p;
+-- if no thread was held, the gate's stamp at the first of two checks counts: the range ends with
+-- the second. Handlers open the gate, maybe before `resuming`
+CREATE TABLE threads AS SELECT p.*, e.tid, IFNULL(at, paused) AS parked,
+    CASE WHEN held IS NULL THEN NULLIF(rest, 0) END AS rest_of_quiet,
+    {_event("at", "resume_request", "value = resumed")} AS resume_at,
+    IFNULL(MIN(nsys(resumed), resuming), IFNULL(nsys(resumed), resuming)) AS since
+FROM requests p LEFT JOIN events e ON e.rowid = held;
+-- threads that ran before were let through for a collective
+CREATE TABLE runs AS SELECT p.*, CASE WHEN since IS NOT NULL THEN
+    IFNULL({_event("until", "parked", f"{_OF_PAUSE} AND until >= since", "until")}, released)
+    END AS running
+FROM threads p;
+-- vacated memory is copied after the drain, and copied back before threads run
+CREATE TABLE pauses AS SELECT *,
+    CASE WHEN parked IS NOT NULL THEN last_end(process, COALESCE(drained, running, parked)) END
+    AS last_kernel, first_start(process, running) AS first_kernel
+FROM runs;
+CREATE INDEX of_process ON pauses (process, number);
+CREATE TABLE stops AS SELECT p.*,
+    {_event("value", "stop_request", "true")} AS asked,
+    {_event("signal", "stop_request", "true")} AS signal,
+    IFNULL({_event("at", "stop_request", "true")}, 0) AS since
+FROM (SELECT DISTINCT process FROM events WHERE name IN ('stop_request', 'requeueing')) p;
+-- a stop waits for a running save, or saves again: the last one counts
+CREATE TABLE saves AS SELECT p.*,
+    {_event("e.rowid", "saving", "IFNULL(until, since) >= since", _LAST)} AS save,
+    {_event("until", "requeueing", "at >= since", _LAST)} AS requeued
+FROM stops p;
+CREATE TABLE commits AS SELECT p.*, s.at AS saving, s.until AS durable, s.value AS step,
+    {_event("until", "committing", "value = s.value AND at >= s.at", _LAST)} AS committed
+FROM saves p LEFT JOIN events s ON s.rowid = save;
+"""
+_PAUSES = f"""
+SELECT * FROM (
+SELECT pid(process) AS pid, tid, number,
+    IFNULL({_event("signal", "pause_request", "value = asked")}, 0), asked,
+    IFNULL(rest_of_quiet, mono(parked)), mono(drained), mono(last_kernel), resumed, mono(running),
+    mono(first_kernel),
+    error(CASE WHEN rest_of_quiet IS NULL THEN parked END, drained, last_kernel, running,
+          first_kernel)
+FROM pauses p
+UNION ALL  -- the recording ended before the gate closed; elsewhere a request without it is none
+SELECT pid(process), NULL, NULL, IFNULL(signal, 0), value, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+FROM events e WHERE name = 'pause_request' AND at > IFNULL((
+    SELECT CASE WHEN resumed IS NULL THEN 1e99 ELSE IFNULL(resume_at, opened_at) END
+    FROM pauses p WHERE p.process = e.process ORDER BY number DESC LIMIT 1), 0)
+) ORDER BY pid, number IS NULL, number
+"""
+_STOPS = """
+SELECT pid(process) AS pid, IFNULL(signal, 0), asked, mono(saving), mono(durable), mono(committed),
+    mono(requeued), step, error(saving, durable, committed, requeued)
+FROM commits ORDER BY pid
+"""
 
 
-def _rest_of_quiet(pause: _Between, tid: int | None) -> int | None:
-    """Return when threads were at rest if none was held: the gate's stamp at the first of two
-    checks. The range ends with the second."""
-    return pause.at_rest.stamp_mono_ns if tid is None and pause.at_rest is not None else None
+def _add_functions(events: sqlite3.Connection, timebase: Timebase, gpu: Gpu) -> None:
+    """Add the functions of the queries; times are nsys's unless they say so."""
 
+    def known(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values: None if None in values else function(*values)
 
-def _running(pause: _Between, timebase: Timebase) -> int | None:
-    """Return when the first thread ran again; maybe before ``resuming``, as handlers open the
-    gate. Ignores threads let through for a collective."""
-    since_ns = pause.ranges["resuming"][-1].begin_ns if pause.ranges["resuming"] else None
-    if pause.resumed is not None:
-        stamp_ns = timebase.nsys(pause.resumed.stamp_mono_ns)
-        since_ns = min(x for x in (stamp_ns, since_ns) if x is not None) if stamp_ns else since_ns
-    if since_ns is None:
-        return None
-    ends = [
-        r.end_ns for r in pause.ranges["parked"] if r.end_ns is not None and r.end_ns >= since_ns
-    ]
-    if ends:
-        return min(ends)
-    return pause.ranges["resuming"][-1].end_ns if pause.ranges["resuming"] else None
+    mono = functools.cache(timebase.mono)
+
+    def error(*moments_ns: int | None) -> int | None:
+        errors = (both[1] for ns in moments_ns if ns is not None and (both := mono(ns)))
+        return max(errors, default=None)
+
+    events.create_function("pid", 1, _pid)
+    events.create_function("nsys", 1, known(timebase.nsys))
+    events.create_function("mono", 1, known(lambda ns: (mono(ns) or (None,))[0]))
+    events.create_function("error", -1, error)
+    events.create_function("last_end", 2, known(lambda pid, ns: gpu.last_end(pid, before_ns=ns)))
+    events.create_function(
+        "first_start", 2, known(lambda pid, ns: gpu.first_start(pid, since_ns=ns))
+    )
 
 
 # --- nsys's clock ---------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_the_example_of_a_page(
             "saved in the middle of a step, after its forward and before its optimizer step",
         ),
         # accelerate #3996; behind step 5: the save of step 4 is whole, that of step 8 not begun
-        ("own_accelerate.py", 14, 13, "in a later epoch", "order of the epoch was drawn anew"),
+        ("own_accelerate.py", 14, 13, "in a later epoch", "order of the epoch was drawn again"),
     ],
 )  # fmt: skip
 def test_what_a_framework_loses_by_itself(

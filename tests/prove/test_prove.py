@@ -69,7 +69,7 @@ def test_a_script_that_does_not_leave_is_killed(tmp_path: Path) -> None:
         assert run.was_killed
 
 
-def test_an_order_that_is_drawn_anew_is_named() -> None:
+def test_an_order_that_is_drawn_again_is_named() -> None:
     """By the command, which exits with 1; one line of JSON tells all."""
     words = ["--preempt", "off", "--steps", "30", "--stops", "1", "--seed", "9", "--json"]
     done = subprocess.run(
