@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -19,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from hydroslurm.core.status import PAUSE_BOUNDS_S
 from hydroslurm.observe.folder import RunFacts
-from hydroslurm.observe.row import Row, row_of, unsaved_steps
+from hydroslurm.observe.row import Row
 from hydroslurm.observe.watcher import View, Watcher
 
 LABELS = ("job_id", "name", "user", "partition")
@@ -50,7 +51,7 @@ _COUNTERS = {
 }
 
 
-def _values(row: Row, now_epoch_s: float) -> dict[str, float | None]:
+def _values(row: Row) -> dict[str, float | None]:
     """Return the gauges of one job; None where unknown."""
     job, facts = row.job, row.facts
     spent = {} if facts.goodput is None else vars(facts.goodput)
@@ -65,7 +66,7 @@ def _values(row: Row, now_epoch_s: float) -> dict[str, float | None]:
         "restore_seconds": _slowest(rank.restore_s for rank in facts.ranks),
         "last_commit_step": row.commit_step,
         "last_commit_timestamp_seconds": facts.commit[1] / 1e9 if facts.commit else None,
-        "unsaved_steps": unsaved_steps(facts, now_epoch_s=now_epoch_s) if row.ranks else None,
+        "unsaved_steps": row.unsaved_steps if row.ranks else None,
         "end_timestamp_seconds": job.end_epoch_s if row.left_s is not None else None,
         "preemptions": job.restart_count,
         "pauses": row.pauses,
@@ -133,9 +134,9 @@ class JobCollector(Collector):
         )
         for row in view.jobs:
             # a job that Slurm has forgotten keeps its last state
-            now = row_of(row.job, row.facts, None, now_epoch_s=view.epoch_s)
-            labels = (now.job_id, row.job.name, row.job.user, row.job.partition)
-            for name, value in _values(now, view.epoch_s).items():
+            row = replace(row, forgotten=False)
+            labels = (row.job_id, row.job.name, row.job.user, row.job.partition)
+            for name, value in _values(row).items():
                 if value is not None:
                     own[name].add_metric(labels, value)
             if row.facts.ranks and any(row.facts.pause_counts):

@@ -11,7 +11,7 @@ from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.observe.folder import FollowedJob
-from hydroslurm.observe.row import Row, row_of
+from hydroslurm.observe.row import Row
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import Policies, read_policies
 from hydroslurm.slurm.run_folders import run_dirs_of
@@ -139,10 +139,10 @@ class Watcher:
 
     def _view(self, now_epoch_s: float, error: str | None) -> View:
         jobs = tuple(
-            row_of(
-                seen.job,
-                seen.run.facts(seen.job.restart_count),
-                self._policies.of(seen.job) if self._policies else None,
+            Row(
+                job=seen.job,
+                facts=seen.run.facts(seen.job.restart_count),
+                policy=self._policies.of(seen.job) if self._policies else None,
                 now_epoch_s=now_epoch_s,
                 forgotten=seen.forgotten_epoch_s is not None,
             )

@@ -22,7 +22,7 @@ from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import ControllerUnreachable
 from hydroslurm.observe.folder import FollowedRun, RunFacts, SlowRank, slow_ranks
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.row import loss_now, row_of
+from hydroslurm.observe.row import Row
 from hydroslurm.observe.table import COLUMNS, layout, lost
 from hydroslurm.observe.watcher import View, Watcher
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
@@ -88,6 +88,10 @@ class Slurm:
 
 def watcher(slurm: Slurm, **options: Any) -> Watcher:
     return Watcher(slurm, user=None, policies=False, clock=lambda: NOW_S, **options)  # type: ignore[arg-type]
+
+
+def row_of(one: Job, facts: RunFacts, policy: SitePolicy | None = None) -> Row:
+    return Row(job=one, facts=facts, policy=policy, now_epoch_s=NOW_S)
 
 
 def followed(run: RunDir) -> RunFacts:
@@ -187,7 +191,7 @@ def test_lost(
 ) -> None:
     """0 only where nothing would be lost; else an upper bound, in steps where they are told."""
     given = replace(job(), **changed)
-    assert lost(loss_now(given, facts, policy, now_epoch_s=NOW_S)) == words
+    assert lost(row_of(given, facts, policy).loss) == words
 
 
 def test_order() -> None:
@@ -205,7 +209,7 @@ def test_order() -> None:
         (job(10), replace(SAVED, step_epoch_ns=int((NOW_S - 100) * 1e9), told_every_s=10.0)),
         (job(8, JobState.SUSPENDED), SAVED),
     ]
-    rows = tuple(row_of(one, facts, REQUEUED, now_epoch_s=NOW_S) for one, facts in jobs)
+    rows = tuple(row_of(one, facts, REQUEUED) for one, facts in jobs)
     order = [row.job.job_id for row in View(rows, NOW_S, NOW_S).rows]
     assert order == [8, 6, 7, 10, 5, 4, 3, 9, 2, 1]
 
@@ -218,7 +222,7 @@ def test_an_elastic_job_has_a_size(tmp_path: Path) -> None:
     elastic.write(elastic.status_json, status)
     facts = followed(RunDir(tmp_path))
     assert (facts.size, facts.step) == ((3, 4, 8), 12)
-    row = row_of(job(), facts, None, now_epoch_s=NOW_S)
+    row = row_of(job(), facts)
     assert "3/4/8" in layout([row], 80)[1][0]
     elastic.write(elastic.status_json, {**status, "size": "3"})
     assert followed(RunDir(tmp_path)).size is None
@@ -261,7 +265,7 @@ def test_lines_fit_every_width() -> None:
         (job(8, JobState.SUSPENDED, array_job_id=5, restart_count=12), far),
         (job(9, JobState.PENDING, name="", reason=HOSTILE), RunFacts()),
     ]
-    rows = [row_of(one, facts, None, now_epoch_s=NOW_S) for one, facts in jobs]
+    rows = [row_of(one, facts) for one, facts in jobs]
     for width in range(1, 260):
         head, lines = layout(rows, width)
         assert len(lines) == len(rows)
