@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -115,35 +115,23 @@ def size_of(status: Mapping[str, Any]) -> tuple[int, int, int] | None:
     return None
 
 
-class FollowedJob:
-    """Follows the folders of all trainings of a job."""
-
-    def __init__(self, runs: tuple[RunDir, ...]) -> None:
-        self.runs = runs
-        self._followed = tuple(map(FollowedRun, runs))
-
-    def read(self) -> None:
-        """Read new statuses, as :meth:`FollowedRun.read`."""
-        for run in self._followed:
-            run.read()
-
-    def facts(self, restart_count: int) -> RunFacts:
-        """Return the facts of the attempt with that restart count, of all running trainings; if
-        none runs, of the last."""
-        all_facts = [run.facts(restart_count) for run in self._followed]
-        living = [f for f in all_facts if any(rank.state != "ended" for rank in f.ranks)]
-        if len(living) < 2:
-            return living[0] if living else all_facts[-1]
-        lead = min(living, key=lambda facts: (facts.commit or facts.began or (0, 0))[1])
-        counts = zip(*(facts.pause_counts for facts in living), strict=True)
-        return replace(
-            lead,
-            ranks=tuple(rank for facts in living for rank in facts.ranks),
-            n_ranks=sum(facts.n_ranks for facts in living),
-            slow=tuple(slow for facts in living for slow in facts.slow),
-            pause_counts=tuple(map(sum, counts)),
-            pause_sum_s=sum(facts.pause_sum_s for facts in living),
-        )
+def facts_of(runs: Sequence[FollowedRun], restart_count: int) -> RunFacts:
+    """Return the facts of a job's attempt with that restart count, of all running trainings; if
+    none runs, of the last."""
+    all_facts = [run.facts(restart_count) for run in runs]
+    living = [f for f in all_facts if any(rank.state != "ended" for rank in f.ranks)]
+    if len(living) < 2:
+        return living[0] if living else all_facts[-1]
+    lead = min(living, key=lambda facts: (facts.commit or facts.began or (0, 0))[1])
+    counts = zip(*(facts.pause_counts for facts in living), strict=True)
+    return replace(
+        lead,
+        ranks=tuple(rank for facts in living for rank in facts.ranks),
+        n_ranks=sum(facts.n_ranks for facts in living),
+        slow=tuple(slow for facts in living for slow in facts.slow),
+        pause_counts=tuple(map(sum, counts)),
+        pause_sum_s=sum(facts.pause_sum_s for facts in living),
+    )
 
 
 class FollowedRun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -27,54 +27,58 @@ LABELS = ("job_id", "name", "user", "partition")
 """Labels of every metric of a job."""
 
 
-_GAUGES = {
-    "step": "Training step, as last told.",
-    "steps_per_second": "Training steps per second, as last measured.",
-    "ranks": "Ranks that have announced themselves.",
-    "parked_ranks": "Ranks that are held between two operators.",
-    "slow_ranks": "Ranks that reach their first collective later than the others.",
-    "vacated_bytes": "Device memory of its ranks that is on their hosts.",
-    "vacate_seconds": "How long its slowest rank took to vacate last.",
-    "restore_seconds": "How long its slowest rank took to get that back last.",
-    "last_commit_step": "Step of the newest durable checkpoint.",
-    "last_commit_timestamp_seconds": "When the newest durable checkpoint was committed.",
-    "unsaved_steps": "Steps since the newest durable checkpoint, at most.",
-    "end_timestamp_seconds": "When its time limit ends the job.",
-    "goodput_ratio": "Time of steps that counted, by the time that all attempts held their nodes.",
-}
-_COUNTERS = {
-    "preemptions": "How often Slurm has requeued the job.",
-    "pauses": "How often the rank that was paused most has been, since the job last started.",
-    "lost_steps": "Steps of one attempt that the next one repeated.",
-    "restarts": "How often an attempt trained on after another one.",
-    "restart_seconds": "From the stop of an attempt until the next one had made a step.",
-}
+def _goodput(name: str) -> Callable[[Row], float | None]:
+    return lambda row: getattr(row.facts.goodput, name, None)
 
 
-def _values(row: Row) -> dict[str, float | None]:
-    """Return the gauges of one job; None where unknown."""
-    job, facts = row.job, row.facts
-    spent = {} if facts.goodput is None else vars(facts.goodput)
-    return {
-        "step": row.step,
-        "steps_per_second": row.steps_per_s,
-        "ranks": row.ranks,
-        "parked_ranks": row.parked,
-        "slow_ranks": len(facts.slow) if row.ranks else None,
-        "vacated_bytes": row.vacated_bytes if row.ranks else None,
-        "vacate_seconds": _slowest(rank.vacate_s for rank in facts.ranks),
-        "restore_seconds": _slowest(rank.restore_s for rank in facts.ranks),
-        "last_commit_step": row.commit_step,
-        "last_commit_timestamp_seconds": facts.commit[1] / 1e9 if facts.commit else None,
-        "unsaved_steps": row.unsaved_steps if row.ranks else None,
-        "end_timestamp_seconds": job.end_epoch_s if row.left_s is not None else None,
-        "preemptions": job.restart_count,
-        "pauses": row.pauses,
-        "goodput_ratio": spent.get("of_allocated"),
-        "lost_steps": spent.get("steps_lost"),
-        "restarts": spent.get("restarts"),
-        "restart_seconds": spent.get("restart_s"),
-    }
+def _slowest(times_s: Iterable[float | None]) -> float | None:
+    return max((time_s for time_s in times_s if time_s is not None), default=None)
+
+
+_Values = Mapping[str, tuple[str, Callable[[Row], float | None]]]
+"""Name -> its description, and a job's value; None: unknown."""
+_GAUGES: _Values = {
+    "step": ("Training step, as last told.", lambda row: row.step),
+    "steps_per_second": (
+        "Training steps per second, as last measured.", lambda row: row.steps_per_s),
+    "ranks": ("Ranks that have announced themselves.", lambda row: row.ranks),
+    "parked_ranks": ("Ranks that are held between two operators.", lambda row: row.parked),
+    "slow_ranks": (
+        "Ranks that reach their first collective later than the others.",
+        lambda row: len(row.facts.slow) if row.ranks else None),
+    "vacated_bytes": (
+        "Device memory of its ranks that is on their hosts.",
+        lambda row: row.vacated_bytes if row.ranks else None),
+    "vacate_seconds": (
+        "How long its slowest rank took to vacate last.",
+        lambda row: _slowest(rank.vacate_s for rank in row.facts.ranks)),
+    "restore_seconds": (
+        "How long its slowest rank took to get that back last.",
+        lambda row: _slowest(rank.restore_s for rank in row.facts.ranks)),
+    "last_commit_step": ("Step of the newest durable checkpoint.", lambda row: row.commit_step),
+    "last_commit_timestamp_seconds": (
+        "When the newest durable checkpoint was committed.",
+        lambda row: row.facts.commit[1] / 1e9 if row.facts.commit else None),
+    "unsaved_steps": (
+        "Steps since the newest durable checkpoint, at most.",
+        lambda row: row.unsaved_steps if row.ranks else None),
+    "end_timestamp_seconds": (
+        "When its time limit ends the job.",
+        lambda row: row.job.end_epoch_s if row.left_s is not None else None),
+    "goodput_ratio": (
+        "Time of steps that counted, by the time that all attempts held their nodes.",
+        _goodput("of_allocated")),
+}  # fmt: skip
+_COUNTERS: _Values = {
+    "preemptions": ("How often Slurm has requeued the job.", lambda row: row.job.restart_count),
+    "pauses": (
+        "How often the rank that was paused most has been, since the job last started.",
+        lambda row: row.pauses),
+    "lost_steps": ("Steps of one attempt that the next one repeated.", _goodput("steps_lost")),
+    "restarts": ("How often an attempt trained on after another one.", _goodput("restarts")),
+    "restart_seconds": (
+        "From the stop of an attempt until the next one had made a step.", _goodput("restart_s")),
+}  # fmt: skip
 
 
 class JobCollector(Collector):
@@ -119,28 +123,24 @@ class JobCollector(Collector):
         jobs = GaugeMetricFamily("hydroslurm_jobs", "Jobs by Slurm's state.", labels=("state",))
         for state, count in Counter(row.job.state.value for row in view.jobs).items():
             jobs.add_metric((state,), count)
-        own: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
-            name: family(f"hydroslurm_job_{name}", words, labels=LABELS)
-            for family, described in (
-                (GaugeMetricFamily, _GAUGES),
-                (CounterMetricFamily, _COUNTERS),
-            )
-            for name, words in described.items()
-        }
+        # a job that Slurm has forgotten keeps its last state
+        rows = [replace(row, forgotten=False) for row in view.jobs]
+        own: list[Metric] = []
+        for kind, declared in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (words, value_of) in declared.items():
+                family = kind(f"hydroslurm_job_{name}", words, labels=LABELS)
+                for row in rows:
+                    if (value := value_of(row)) is not None:
+                        family.add_metric(_labels(row), value)
+                own.append(family)
         park = HistogramMetricFamily(
             "hydroslurm_park_seconds",
             "From the request to pause a rank until it was parked.",
             labels=LABELS,
         )
-        for row in view.jobs:
-            # a job that Slurm has forgotten keeps its last state
-            row = replace(row, forgotten=False)
-            labels = (row.job_id, row.job.name, row.job.user, row.job.partition)
-            for name, value in _values(row).items():
-                if value is not None:
-                    own[name].add_metric(labels, value)
+        for row in rows:
             if row.facts.ranks and any(row.facts.pause_counts):
-                park.add_metric(labels, _buckets(row.facts), sum_value=row.facts.pause_sum_s)
+                park.add_metric(_labels(row), _buckets(row.facts), sum_value=row.facts.pause_sum_s)
         up = GaugeMetricFamily(
             "hydroslurm_slurm_up",
             "Whether Slurm answered the latest request.",
@@ -151,11 +151,11 @@ class JobCollector(Collector):
             "When Slurm last answered a request.",
             value=view.answered_epoch_s,
         )
-        return [jobs, *own.values(), park, up, answered]
+        return [jobs, *own, park, up, answered]
 
 
-def _slowest(times_s: Iterable[float | None]) -> float | None:
-    return max((time_s for time_s in times_s if time_s is not None), default=None)
+def _labels(row: Row) -> tuple[str, ...]:
+    return (row.job_id, row.job.name, row.job.user, row.job.partition)
 
 
 def _buckets(facts: RunFacts) -> list[tuple[str, float]]:

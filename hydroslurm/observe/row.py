@@ -258,24 +258,19 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; durations in seconds."""
-        loss = self.loss
-        size = self.size or (None, None, None)
+        job, loss, size = self.job, self.loss, self.size or (None, None, None)
+        names = ("parked", "ranks", "step", "steps_per_s", "commit_step", "commit_age_s")
         return {
             "job": self.job_id,
-            "name": self.job.name,
-            "user": self.job.user,
-            "partition": self.job.partition,
+            "name": job.name,
+            "user": job.user,
+            "partition": job.partition,
             "state": self.state,
-            "slurm_state": self.job.state.value,
+            "slurm_state": job.state.value,
             "reason": self.reason,
-            "nodes": list(self.job.nodes),
-            "parked": self.parked,
-            "ranks": self.ranks,
-            "step": self.step,
-            "steps_per_s": self.steps_per_s,
-            "commit_step": self.commit_step,
-            "commit_age_s": self.commit_age_s,
-            "preemptions": self.job.restart_count,
+            "nodes": list(job.nodes),
+            **{name: getattr(self, name) for name in names},
+            "preemptions": job.restart_count,
             "pauses": self.pauses,
             "vacated_bytes": self.vacated_bytes,
             "goodput": self.facts.goodput and vars(self.facts.goodput),
@@ -285,7 +280,5 @@ class Row:
             "lost_s": loss.seconds if loss else None,
             "lost_why": loss.why if loss else None,
             "stuck": self.stuck,
-            "size": size[0],
-            "size_wanted": size[1],
-            "size_max": size[2],
+            **dict(zip(("size", "size_wanted", "size_max"), size, strict=True)),
         }

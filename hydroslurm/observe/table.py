@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
@@ -20,15 +20,21 @@ class Column:
 
     Attributes:
         rank: higher ones are dropped first if there is no room; up to 9 fit into 80.
-        least: minimum width; only ``name`` shrinks.
+        least: minimum width.
+        most: maximum width.
+        shrinks_to: this if there is no room; 0: not at all.
         right: flush right, for numbers.
+        optional: omit it if no job has any.
     """
 
     title: str
     cell: Callable[[Row], str]
     rank: int
     least: int = 0
+    most: int = 1000
+    shrinks_to: int = 0
     right: bool = False
+    optional: bool = False
 
 
 def duration(seconds: float | None) -> str:
@@ -75,19 +81,27 @@ def _size(row: Row) -> str:
     return NOTHING if row.size is None else "/".join(map(str, row.size))
 
 
+def _slow(row: Row) -> str:
+    return next((rank.cell for rank in row.facts.slow), NOTHING)
+
+
+def _why(row: Row) -> str:
+    return clean(row.loss.why if row.loss else row.reason)
+
+
 def _number(value: int | None) -> str:
     return NOTHING if value is None else str(value)
 
 
 COLUMNS = (
     Column("JOB", lambda row: row.job_id, 0, 5),
-    Column("NAME", lambda row: clean(row.job.name), 5, 6),
-    Column("USER", lambda row: clean(row.job.user), 13),
-    Column("PARTITION", lambda row: clean(row.job.partition), 12),
-    Column("STATE", lambda row: row.state, 1, 9),
+    Column("NAME", lambda row: clean(row.job.name), 5, 6, most=30, shrinks_to=6),
+    Column("USER", lambda row: clean(row.job.user), 13, most=12),
+    Column("PARTITION", lambda row: clean(row.job.partition), 12, most=14),
+    Column("STATE", lambda row: row.state, 1, 9, most=10),
     Column("PARK", _parked, 3, 4, right=True),
-    Column("SIZE", _size, 3, 4, right=True),
-    Column("SLOW", lambda row: next((r.cell for r in row.facts.slow), NOTHING), 2, right=True),
+    Column("SIZE", _size, 3, 4, right=True, optional=True),
+    Column("SLOW", _slow, 2, right=True, optional=True),
     Column("STEP", lambda row: _number(row.step), 4, 5, right=True),
     Column("STEP/S", lambda row: rate(row.steps_per_s), 7, right=True),
     Column("SAVED", lambda row: _number(row.commit_step), 10, right=True),
@@ -96,10 +110,9 @@ COLUMNS = (
     Column("GOOD", lambda row: rate(row.goodput), 11, right=True),
     Column("LEFT", lambda row: duration(row.left_s), 9, 5, right=True),
     Column("LOST", lambda row: lost(row.loss), 2, 7, right=True),
-    Column("WHY", lambda row: clean(row.loss.why if row.loss else row.reason), 14, 20),
+    Column("WHY", _why, 14, 20, most=70, shrinks_to=20),
 )
-_WIDEST = {"NAME": 30, "USER": 12, "PARTITION": 14, "STATE": 10, "WHY": 70}
-_SHORTEST = {"NAME": 6, "WHY": 20}
+_NAME = COLUMNS[1]
 _NAME_CELLS = 12
 """The name gets this much before the least important columns appear."""
 _CORE_RANK = 9
@@ -107,29 +120,23 @@ _CORE_RANK = 9
 
 def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
     """Return the head, and one line per row, none wider than ``width`` cells."""
-    cells = {column.title: [column.cell(row) for row in rows] for column in COLUMNS}
-    wide = {c.title: _natural(c, cells[c.title]) for c in COLUMNS}
-    narrow = {title: min(n, _SHORTEST.get(title, n)) for title, n in wide.items()}
-    optional = {"SIZE": any(row.size for row in rows), "SLOW": any(row.facts.slow for row in rows)}
-    shown = [column for column in COLUMNS if optional.get(column.title, True)]
+    cells = {column: [column.cell(row) for row in rows] for column in COLUMNS}
+    wide = {column: _natural(column, texts) for column, texts in cells.items()}
+    widths = {column: min(n, column.shrinks_to or n) for column, n in wide.items()}
+    shown = [c for c in COLUMNS if not c.optional or any(text != NOTHING for text in cells[c])]
     while len(shown) > 1:
         last = max(shown, key=lambda column: column.rank)
-        spare = min(wide["NAME"], _NAME_CELLS) - narrow["NAME"] if last.rank > _CORE_RANK else 0
-        if _total(shown, narrow) + spare <= width:
+        spare = max(0, min(wide[_NAME], _NAME_CELLS) - widths[_NAME]) * (last.rank > _CORE_RANK)
+        if _total(shown, widths) + spare <= width:
             break
         shown.remove(last)
-    room = width - _total(shown, narrow)
-    widths = dict(narrow)
-    for title in _SHORTEST:  # the name grows first, then the reason
-        if any(column.title == title for column in shown):
-            grown = min(wide[title] - narrow[title], room)
-            widths[title] += grown
-            room -= grown
-    head = _line(shown, [column.title for column in shown], widths, width)
-    lines = [
-        _line(shown, [cells[column.title][n] for column in shown], widths, width)
-        for n in range(len(rows))
-    ]
+    room = width - _total(shown, widths)
+    for column in shown:  # the name grows first, then the reason
+        grown = max(0, min(wide[column] - widths[column], room))
+        widths[column] += grown
+        room -= grown
+    head = _line({column: column.title for column in shown}, widths, width)
+    lines = [_line({c: cells[c][n] for c in shown}, widths, width) for n in range(len(rows))]
     return head, lines
 
 
@@ -146,18 +153,18 @@ def style(row: Row) -> str:
 
 
 def _natural(column: Column, cells: Sequence[str]) -> int:
-    widest = max([cell_len(column.title), column.least, *map(cell_len, cells)])
-    return min(widest, max(_WIDEST.get(column.title, widest), cell_len(column.title)))
+    head = cell_len(column.title)
+    return min(max([head, column.least, *map(cell_len, cells)]), max(column.most, head))
 
 
-def _total(shown: Sequence[Column], widths: dict[str, int]) -> int:
-    return sum(widths[column.title] for column in shown) + len(_GAP) * (len(shown) - 1)
+def _total(shown: Sequence[Column], widths: Mapping[Column, int]) -> int:
+    return sum(widths[column] for column in shown) + len(_GAP) * (len(shown) - 1)
 
 
-def _line(shown: Sequence[Column], cells: Sequence[str], widths: dict[str, int], width: int) -> str:
+def _line(cells: Mapping[Column, str], widths: Mapping[Column, int], width: int) -> str:
     parts = []
-    for column, text in zip(shown, cells, strict=True):
-        room = widths[column.title]
+    for column, text in cells.items():
+        room = widths[column]
         if cell_len(text) > room:
             text = set_cell_size(text, room - 1) + "…"
         pad = " " * (room - cell_len(text))

@@ -10,7 +10,7 @@ from functools import cached_property
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
-from hydroslurm.observe.folder import FollowedJob
+from hydroslurm.observe.folder import FollowedRun, facts_of
 from hydroslurm.observe.row import Row
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import Policies, read_policies
@@ -48,7 +48,7 @@ class View:
 @dataclass
 class _Seen:
     job: Job
-    run: FollowedJob
+    runs: tuple[FollowedRun, ...]
     settled: bool = False
     forgotten_epoch_s: float | None = None
 
@@ -106,8 +106,8 @@ class Watcher:
             self._answered_epoch_s = now_epoch_s
             self._note(jobs, now_epoch_s)
         for seen in self._seen.values():
-            if not seen.settled:
-                seen.run.read()
+            for run in seen.runs if not seen.settled else ():
+                run.read()
         return self._view(now_epoch_s, error)
 
     def _note(self, jobs: tuple[Job, ...], now_epoch_s: float) -> None:
@@ -116,8 +116,8 @@ class Watcher:
         for job in jobs:
             seen = self._seen.get(job.id)
             runs = run_dirs_of(job)
-            if seen is None or seen.run.runs != runs:
-                self._seen[job.id] = _Seen(job, FollowedJob(runs))
+            if seen is None or tuple(followed.run for followed in seen.runs) != runs:
+                self._seen[job.id] = _Seen(job, tuple(map(FollowedRun, runs)))
                 continue
             # the last lines of a job that just ended remain to be read
             seen.settled = seen.job.state is job.state and _is_still(job)
@@ -141,7 +141,7 @@ class Watcher:
         jobs = tuple(
             Row(
                 job=seen.job,
-                facts=seen.run.facts(seen.job.restart_count),
+                facts=facts_of(seen.runs, seen.job.restart_count),
                 policy=self._policies.of(seen.job) if self._policies else None,
                 now_epoch_s=now_epoch_s,
                 forgotten=seen.forgotten_epoch_s is not None,

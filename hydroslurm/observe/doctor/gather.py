@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hydroslurm.checkpoint.manifest import MOST_BYTES, MOST_DEPTH
+from hydroslurm.checkpoint.storage import AnyonesStorage
+from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.core.files import clean, decode_json, read_regular
+from hydroslurm.core.files import clean
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
-from hydroslurm.errors import UntrustedFile, UsageError
+from hydroslurm.errors import CheckpointError, UntrustedFile, UsageError
 from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
@@ -156,21 +157,21 @@ def read_file(path: Path) -> ScriptOptions:
 def last_save(run: Path) -> SaveFacts | None:
     """Return how long a run's newest committed checkpoint took to save; None without one.
 
-    Skips unreadable manifests: `hydroslurm checkpoint verify` reports them.
+    Skips what cannot be read: `hydroslurm checkpoint verify` reports it.
     """
-    folders = sorted(RunDir(run).checkpoints.glob("step-*/manifest.json"), reverse=True)
-    for path in folders:
-        try:
-            row = decode_json(read_regular(path, limit_bytes=MOST_BYTES), max_depth=MOST_DEPTH)
-            return SaveFacts(
-                save_s=float(row["save_s"]),
-                state_bytes=int(row["state_bytes"]),
-                source=clean(f"the {row['kind']} checkpoint of step {row['step']}"),
-                cadence=Cadence.of(row.get("meta")),
-            )
-        except (OSError, ValueError, ArithmeticError, KeyError, TypeError):
-            continue
-    return None
+    store = CheckpointStore(RunDir(run).checkpoints, storage=AnyonesStorage())
+    try:
+        newest = next(reversed(store.committed()), None)
+    except CheckpointError:
+        return None
+    if newest is None:
+        return None
+    return SaveFacts(
+        save_s=newest.manifest.save_s,
+        state_bytes=newest.manifest.state_bytes,
+        source=clean(f"the {newest.kind} checkpoint of step {newest.step}"),
+        cadence=Cadence.of(newest.manifest.meta),
+    )
 
 
 def _script_of(client: SlurmClient, job: Job) -> ScriptOptions | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Saver, Severity, VacateFacts
 from hydroslurm.observe.doctor.findings import as_json, diagnose, work_would_be_lost
 from hydroslurm.observe.doctor.gather import last_save, why_untrusted
@@ -404,12 +405,17 @@ def test_batch_script(line: str, expected: dict[str, Any]) -> None:
 def test_last_save(tmp_path: Path) -> None:
     """The newest committed checkpoint that can be read tells how long a save takes."""
     assert last_save(tmp_path) is None
+
+    def manifest(step: int, kind: str, save_s: float) -> str:
+        written = Manifest(step, 0, kind, 0, save_s, state_bytes=9, files={})
+        return written.to_json()
+
     manifests = {
-        "step-000000010": '{"step": 10, "kind": "periodic", "save_s": 1.5, "state_bytes": 8}',
-        "step-000000020": '{"step": 20, "kind": "stop", "save_s": 2.5, "state_bytes": 9}',
+        "step-000000010": manifest(10, "periodic", 1.5),
+        "step-000000020": manifest(20, "stop", 2.5),
         "step-000000030": "{",
-        "step-000000040": '{"step": 40, "kind": "stop", "save_s": null, "state_bytes": 9}',
-        ".tmp-step-000000050": '{"step": 50, "kind": "stop", "save_s": 9, "state_bytes": 9}',
+        "step-000000040": manifest(40, "stop", 2.5).replace("2.5", "3.5"),
+        ".tmp-step-000000050": manifest(50, "stop", 9.0),
     }
     for folder, text in manifests.items():
         path = tmp_path / "checkpoints" / folder / "manifest.json"
