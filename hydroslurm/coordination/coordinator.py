@@ -133,7 +133,7 @@ class Coordinator(Server):
             self._send(outbox)
 
     def _join(self, peer: PeerConnection, message: Message) -> None:
-        if message["type"] != "join" or peer.has_joined:
+        if message["type"] != "join" or peer not in self._unjoined:
             raise BadMessage("the first message is join")
         rank = message["rank"]
         same_incarnation = message["incarnation_id"] == self._options.incarnation_id

@@ -50,7 +50,6 @@ class PeerConnection:
     Attributes:
         address: of the peer's node.
         rank: that has joined on it, and is present.
-        has_joined: a rank has joined on it.
         events: what the selector watches for, which each flush asks.
         unsent: what it has not taken yet of what it was sent.
     """
@@ -68,7 +67,6 @@ class PeerConnection:
         self.greeting = greeting
         self.since_s = since_s
         self.rank: int | None = None
-        self.has_joined = False
         self.events = selectors.EVENT_READ
         self.unsent = bytearray()
 
@@ -179,8 +177,7 @@ class Server:
             self._guarded(peer, self._flush, peer)
 
     def admit(self, peer: PeerConnection) -> None:
-        """Mark a connection as joined: it is never dropped in favour of others."""
-        peer.has_joined = True
+        """A rank has joined on it: it is never dropped in favour of others."""
         self._unjoined.pop(peer, None)
 
     def drop(self, peer: PeerConnection) -> None:

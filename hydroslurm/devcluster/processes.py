@@ -28,6 +28,7 @@ _TAIL_LINES = 12
 _VERSION = 2
 _JOBS_END_S = 1.5
 _CANCEL_LIMIT_S = 5.0
+_END_LIMIT_S = 15.0
 _SWEEPS = 5
 
 
@@ -279,14 +280,14 @@ def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
         time.sleep(0.02)
 
 
-def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15.0) -> None:
+def end_all(daemons: Sequence[Daemon], spec: ClusterSpec) -> None:
     """Kill all descendants of this process, a subreaper, and remove their cgroups.
 
     Use SIGKILL even for daemons: what they would save is about to be removed. Repeat until two
     scans in a row are empty: a process may fork while it is listed, and be gone when its parent is
     asked.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + _END_LIMIT_S
     looks_without_any = 0
     while looks_without_any < 2 and time.monotonic() < deadline:
         below = [p for pid in descendants(os.getpid()) if (p := ProcessId.of(pid))]

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateError
 from hydroslurm.gate.compiler import abi_number
 from hydroslurm.gate.protocol import (
     GATE_EVENT_KINDS,
-    Cause,
     GateEvent,
-    GateState,
     GateStatus,
     Operator,
-    Phase,
     SignalRule,
 )
 
-_TEXT_BYTES = 64
+T = TypeVar("T")
+
 _EVEN_IF_IGNORED, _ONLY_IF_HANDLED = 1, 4
 
 
@@ -34,49 +32,18 @@ class Signal(ctypes.Structure):
     ]
 
 
-class Event(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("signo", ctypes.c_int32),
-        ("mono_ns", ctypes.c_int64),
-        ("epoch_ns", ctypes.c_int64),
-        ("value_ns", ctypes.c_int64),
-        ("causes", ctypes.c_uint32),
-        ("sender_pid", ctypes.c_int32),
-        ("tid", ctypes.c_int32),
-        ("phase", ctypes.c_int32),
-        ("held", ctypes.c_int32),
-        ("quiet", ctypes.c_int32),
-        ("count", ctypes.c_int64),
-        ("passed", ctypes.c_int64),
-        ("text", ctypes.c_char * _TEXT_BYTES),
-    ]
+_HINTS: dict[type[Any], dict[str, Any]] = {
+    kind: get_type_hints(kind, include_extras=True) for kind in (GateEvent, GateStatus, Operator)
+}
 
 
-class Status(ctypes.Structure):
-    _fields_ = [
-        ("state", ctypes.c_int32),
-        ("causes", ctypes.c_uint32),
-        ("held", ctypes.c_int32),
-        ("quiet", ctypes.c_int32),
-        ("armed", ctypes.c_int32),
-        ("capturing", ctypes.c_int32),
-        ("window_open", ctypes.c_int32),
-        ("passed", ctypes.c_int64),
-        ("closes", ctypes.c_int64),
-        ("closed_mono_ns", ctypes.c_int64),
-        ("allowance", ctypes.c_int64),
-        ("let_through", ctypes.c_int64),
-    ]
+def _structure(kind: type[Any]) -> Any:
+    """Return the C structure of a class of the protocol."""
+    fields = [(name, hint.__metadata__[0]) for name, hint in _HINTS[kind].items()]
+    return type(kind.__name__, (ctypes.Structure,), {"_fields_": fields})
 
 
-class Traced(ctypes.Structure):
-    _fields_ = [
-        ("mono_ns", ctypes.c_int64),
-        ("tid", ctypes.c_int32),
-        ("phase", ctypes.c_int32),
-        ("text", ctypes.c_char * _TEXT_BYTES),
-    ]
+Event, Status, Traced = map(_structure, _HINTS)
 
 
 class LaunchAhead(ctypes.Structure):
@@ -149,36 +116,13 @@ def signal_line(rule: SignalRule) -> Signal:
     return Signal(signo=rule.signo, action=rule.action, causes=rule.causes, flags=flags)
 
 
-def gate_event(row: Event) -> GateEvent:
-    """Return an event as a value."""
-    return GateEvent(**_fields(row))
+def value_of(kind: type[T], row: Any) -> T:
+    """Return what a structure holds as a value of its class."""
+    return kind(**{name: _read(hint, getattr(row, name)) for name, hint in _HINTS[kind].items()})
 
 
-def gate_status(now: Status) -> GateStatus:
-    """Return the status as a value."""
-    return GateStatus(**_fields(now))
-
-
-def operator(row: Traced) -> Operator:
-    """Return a line of a trace as a value."""
-    fields = _fields(row)
-    return Operator(fields.pop("text"), **fields)
-
-
-def _fields(row: ctypes.Structure) -> dict[str, Any]:
-    """Return the fields of a structure, each with its value's type."""
-    return {
-        name: _READ[name](getattr(row, name)) if name in _READ else getattr(row, name)
-        for name, *_ in row._fields_
-    }
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "kind": lambda number: GATE_EVENT_KINDS[number - 1],
-    "causes": Cause,
-    "phase": Phase,
-    "state": GateState,
-    "armed": bool,
-    "window_open": bool,
-    "text": lambda text: text.decode(errors="replace"),
-}
+def _read(hint: Any, value: Any) -> Any:
+    kind = hint.__origin__
+    if kind is EventKind:
+        return GATE_EVENT_KINDS[value - 1]
+    return value.decode(errors="replace") if kind is str else kind(value)

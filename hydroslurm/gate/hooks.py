@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from hydroslurm.gate import protocol
 from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.protocol import NO_CAUSE, Action, Cause, GateEvent, GateState, Phase
 from hydroslurm.gate.python_handlers import PythonHandlers
-from hydroslurm.gate.python_threads import Inbox, RestWatch
+from hydroslurm.gate.python_threads import RestWatch
 
 _POLL_S = 0.002
 """Interval at which a held thread checks for release, and the gate for threads at rest."""
@@ -181,7 +182,9 @@ class HooksGate:
     def __init__(self, *, model: torch.nn.Module | None = None) -> None:
         """``model``: hook its leaf modules; default: every module of the process."""
         self.marks = NvtxMarks()
-        self._model, self._running_in, self._inbox = model, 0, Inbox()
+        self._model, self._running_in = model, 0
+        self._inbox = queue.SimpleQueue[GateEvent | Callable[[], None] | None]()
+        """Events, and calls to make before them; handlers may put both. None wakes the reader."""
         self._hook, self._handles = ExecutionOpHook(self._reached), contextlib.ExitStack()
         handlers = self._handlers = PythonHandlers(self._ask)
         self.claim, self.unclaim = handlers.claim, handlers.unclaim
@@ -195,6 +198,7 @@ class HooksGate:
         """Install hooks and handlers; raises as :class:`PythonHandlers`."""
         outcomes = self._handlers.install(rules)
         self._hook.resume()
+        self._hook.pauses = 0
         self._state, self._is_stopping, self._running_in = GateState.RUNNING, False, os.getpid()
         self._handles = register_ophooks_recursively(self._model, [self._hook])
         return outcomes
@@ -226,7 +230,7 @@ class HooksGate:
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
         """Wait for events, :meth:`wake` or the timeout; oldest first, maybe none."""
         parking = self._state is GateState.PARKING
-        events = self._inbox.read(_POLL_S if parking and timeout_s != 0 else timeout_s)
+        events = self._take(_POLL_S if parking and timeout_s != 0 else timeout_s)
         quiet = self._hook.threads.quiet(but=self._held) if parking else None
         if quiet is not None and self._state is GateState.PARKING:
             self._state, self._quiet, held = GateState.PARKED, quiet, len(self._held)
@@ -236,6 +240,19 @@ class HooksGate:
     def wake(self) -> None:
         """Make a blocked :meth:`wait_events` return."""
         self._inbox.put(None)
+
+    def _take(self, timeout_s: float | None) -> list[GateEvent]:
+        """Wait for the first item, then take all."""
+        events: list[GateEvent] = []
+        with contextlib.suppress(queue.Empty):
+            item = self._inbox.get(timeout=timeout_s)
+            while True:
+                if isinstance(item, GateEvent):
+                    events.append(item)
+                elif item is not None:
+                    item()
+                item = self._inbox.get_nowait()
+        return events
 
     def _ask(self, action: Action, causes: Cause, signo: int = 0) -> None:
         self._inbox.put(partial(self._answer, action, causes, signo, time.monotonic_ns()))
@@ -296,5 +313,5 @@ class HooksGate:
         return True
 
     def _emit(self, kind: EventKind, *, mono_ns: int = 0, **fields: Any) -> None:
-        now_ns, epoch_ns = mono_ns or time.monotonic_ns(), time.time_ns()
-        self._inbox.put(GateEvent(kind, now_ns, epoch_ns, causes=self._causes, **fields))
+        fields |= {"mono_ns": mono_ns or time.monotonic_ns(), "epoch_ns": time.time_ns()}
+        self._inbox.put(GateEvent(kind=kind, causes=self._causes, **fields))

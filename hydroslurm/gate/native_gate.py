@@ -20,6 +20,7 @@ from hydroslurm.gate.protocol import (
     Cause,
     GateEvent,
     GateStatus,
+    Operator,
     Owner,
     SignalOutcome,
     SignalRule,
@@ -150,7 +151,7 @@ class NativeGate:
         """Return a snapshot of the gate."""
         row = binding.Status()
         self._library.hs_gate_status(ctypes.byref(row))
-        return binding.gate_status(row)
+        return binding.value_of(GateStatus, row)
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
         """Wait for events, :meth:`wake` or the timeout, without the GIL. Oldest first, maybe none.
@@ -237,7 +238,7 @@ class NativeGate:
             kept = (binding.Traced * keep)()
             n = self._library.hs_gate_trace_stop(kept, keep)
             trace.count = self._library.hs_gate_trace_count()
-            trace.operators = tuple(binding.operator(row) for row in kept[:n])
+            trace.operators = tuple(binding.value_of(Operator, row) for row in kept[:n])
 
     def _check_sees_operators(self) -> None:
         """Check at every load that operators are seen; takes microseconds, holds no thread."""
@@ -257,7 +258,7 @@ class NativeGate:
         rows = (binding.Event * _READ_AT_ONCE)()
         while True:
             n = self._library.hs_gate_read(rows, _READ_AT_ONCE)
-            events += [binding.gate_event(row) for row in rows[:n]]
+            events += [binding.value_of(GateEvent, row) for row in rows[:n]]
             if n < _READ_AT_ONCE:
                 return events
 

@@ -1,14 +1,26 @@
-"""Types between a gate and the controller. Numbers are those of ``native/gate.h``."""
+"""Types between a gate and the controller. Numbers are those of ``native/gate.h``.
+
+A class whose fields have C types is a structure of that header: the fields are in its order.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 from hydroslurm.core.events import EventKind
+
+TEXT_BYTES = 64
+_Chars = ctypes.c_char * TEXT_BYTES
+
+Int32 = Annotated[int, ctypes.c_int32]
+Int64 = Annotated[int, ctypes.c_int64]
+Text = Annotated[str, _Chars]
+Flag = Annotated[bool, ctypes.c_int32]
 
 
 class Action(IntEnum):
@@ -121,52 +133,53 @@ class Owner:
     handler: Handler = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GateEvent:
-    """An event of a gate. Times are nanoseconds; fields that the kind does not fill are 0."""
+    """An event of a gate (``struct hs_event``). Times are nanoseconds; fields that the kind does
+    not fill are 0."""
 
-    kind: EventKind
-    mono_ns: int
-    epoch_ns: int
-    signo: int = 0
-    value_ns: int = 0
-    causes: Cause = NO_CAUSE
-    sender_pid: int = 0
-    tid: int = 0
-    phase: Phase = Phase.FORWARD
-    held: int = 0
-    quiet: int = 0
-    count: int = 0
-    passed: int = 0
-    text: str = ""
+    kind: Annotated[EventKind, ctypes.c_int32]
+    signo: Int32 = 0
+    mono_ns: Int64
+    epoch_ns: Int64
+    value_ns: Int64 = 0
+    causes: Annotated[Cause, ctypes.c_uint32] = NO_CAUSE
+    sender_pid: Int32 = 0
+    tid: Int32 = 0
+    phase: Annotated[Phase, ctypes.c_int32] = Phase.FORWARD
+    held: Int32 = 0
+    quiet: Int32 = 0
+    count: Int64 = 0
+    passed: Int64 = 0
+    text: Text = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GateStatus:
     """A snapshot of the gate; see ``struct hs_status``."""
 
-    state: GateState
-    causes: Cause
-    held: int
-    quiet: int
-    armed: bool
-    capturing: int
-    passed: int
-    closes: int
-    closed_mono_ns: int
-    window_open: bool = False
-    allowance: int = 0
-    let_through: int = 0
+    state: Annotated[GateState, ctypes.c_int32]
+    causes: Annotated[Cause, ctypes.c_uint32] = NO_CAUSE
+    held: Int32 = 0
+    quiet: Int32 = 0
+    armed: Flag = False
+    capturing: Int32 = 0
+    window_open: Flag = False
+    passed: Int64 = 0
+    closes: Int64 = 0
+    closed_mono_ns: Int64 = 0
+    allowance: Int64 = 0
+    let_through: Int64 = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator seen by a trace."""
+    """One operator seen by a trace (``struct hs_traced``)."""
 
-    name: str
-    phase: Phase
-    tid: int
-    mono_ns: int
+    mono_ns: Int64
+    tid: Int32
+    phase: Annotated[Phase, ctypes.c_int32]
+    name: Text
 
 
 @dataclass

@@ -1,46 +1,17 @@
-"""Threads of the module hooks' gate: their events, and whether they sleep."""
+"""Whether the threads of the module hooks' gate sleep."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hydroslurm.core.proc import STATE, stat_of
-from hydroslurm.gate.protocol import GateEvent
 
 _QUIET_NS = 20_000_000
 """Longer than the usual wait for the GIL (5 ms) or for an operator's other threads."""
-
-
-class Inbox:
-    """Events, and calls to make before they are read; a single thread reads.
-
-    :meth:`put` is safe in a signal handler, even in one that interrupts it.
-    """
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[GateEvent | Callable[[], None] | None] = queue.SimpleQueue()
-
-    def put(self, item: GateEvent | Callable[[], None] | None) -> None:
-        """Add an item; ``None`` makes a blocked :meth:`read` return."""
-        self._items.put(item)
-
-    def read(self, timeout_s: float | None) -> list[GateEvent]:
-        """Wait for the first item, then take all. Returns events, oldest first; maybe none."""
-        events: list[GateEvent] = []
-        with contextlib.suppress(queue.Empty):
-            item = self._items.get(timeout=timeout_s)
-            while True:
-                if isinstance(item, GateEvent):
-                    events.append(item)
-                elif item is not None:
-                    item()
-                item = self._items.get_nowait()
-        return events
 
 
 class RestWatch:

@@ -166,7 +166,6 @@ class Controller:
         self._launch_ahead = LaunchAhead(gate, launch_ahead_from(environ))
         self._parking = _Parking()
         self._may_vacate = False
-        self._closes_before = 0
         self._parked = threading.Event()
         self._running = threading.Event()
         self._running.set()
@@ -190,7 +189,6 @@ class Controller:
         Raises:
             InstallError: the gate could not be started; nothing is left behind.
         """
-        self._closes_before = self.gate.status().closes
         rules = self.plan.rules()
         self.marks.start(self._emit, signals=[rule.signo for rule in rules])
         outcome = self.gate.start(rules)
@@ -577,11 +575,12 @@ class Controller:
             return
         ranks, parking = self.ranks, self._parking
         # the gate's own count: this thread may be behind with the event that tells of the closing
-        pause = status.closes - self._closes_before
         if ranks is None or ranks.lost is not None or not ranks.have_joined:
-            self.vacating.begin(pause, refusal="" if collectives.is_alone() else _OTHERS_UNKNOWN)
+            self.vacating.begin(
+                status.closes, refusal="" if collectives.is_alone() else _OTHERS_UNKNOWN
+            )
         elif parking.closes == status.closes:
-            self.vacating.begin(pause, ranks, parking.name, refusal=parking.refusal)
+            self.vacating.begin(status.closes, ranks, parking.name, refusal=parking.refusal)
 
     def _drain(self) -> None:
         pause = self._recorder.pause

@@ -27,7 +27,7 @@ class OpenGate:
     """A gate that never closes: nothing here is about pausing."""
 
     def status(self) -> GateStatus:
-        return GateStatus(GateState.RUNNING, Cause(0), 0, 0, False, 0, 0, 0, 0)
+        return GateStatus(state=GateState.RUNNING)
 
     def request(self, action: Action, causes: Cause) -> None:
         assert action is Action.RESUME, "somebody has paused this rank"

@@ -101,7 +101,7 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     if (signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or our handler would chain to itself */
     signals_clear_latches();
     window_clear();
-    gate.closes_before.store(gate.closes.load());
+    gate.closes.store(0);
     if (const int error = signals_prepare(table, n); error < 0) return error;
     hold_find_python();
     events_use_fd(event_fd);

@@ -128,7 +128,7 @@ struct hs_status {
     int32_t capturing; /* threads let through by a CUDA graph capture since the gate closed */
     int32_t window_open; /* this closing has a collective window */
     int64_t passed;    /* operators of exempt threads since the gate closed */
-    int64_t closes;    /* how often the gate has been closed */
+    int64_t closes;    /* how often the gate has been closed since hs_gate_start() */
     int64_t closed_mono_ns; /* 0 while open */
     int64_t allowance;      /* collectives that may still be issued in this window */
     int64_t let_through;    /* collectives that were issued in it */

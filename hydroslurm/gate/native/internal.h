@@ -205,8 +205,7 @@ struct Gate {
     std::atomic<int32_t> quiet{0};
     std::atomic<int32_t> capturing{0};
     std::atomic<int64_t> passed{0};
-    std::atomic<int64_t> closes{0};
-    std::atomic<int64_t> closes_before{0}; /* before this start; later ones count from 1, as in the event log */
+    std::atomic<int64_t> closes{0}; /* since the start: the number of the pause, as in the event log */
     std::atomic<int64_t> closed_mono_ns{0};
     std::atomic<bool> armed{false};
     std::atomic<bool> quit{false};
@@ -215,7 +214,7 @@ struct Gate {
 };
 extern Gate gate;
 
-inline uint64_t pause_number() noexcept { return static_cast<uint64_t>(gate.closes.load() - gate.closes_before.load()); }
+inline uint64_t pause_number() noexcept { return static_cast<uint64_t>(gate.closes.load()); }
 
 inline void watcher_wake() noexcept { /* [signal-safe] */
     gate.wakeup.fetch_add(1);

@@ -101,7 +101,8 @@ def submit_script(script: Path, run: RunDir) -> int:
     job_id = submitted(done.stdout)
     if job_id is None:
         raise _failure(said or done.stdout, run, is_refused=done.returncode != 0)
-    _print_stderr(said)  # whatever the exit status: Slurm has it
+    if said:  # whatever the exit status: Slurm has it
+        sys.stderr.write(f"{said}\n")
     return job_id
 
 
@@ -204,12 +205,6 @@ def _client() -> SlurmClient:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _print_stderr(message: str) -> None:
-    """Print what others wrote to stderr meanwhile."""
-    if message.strip():
-        sys.stderr.write(message.strip() + "\n")
 
 
 def _counted(nodes: int) -> str:

@@ -37,6 +37,8 @@ from hydroslurm.jobs.supervisor.conditions import (
     read_conditions,
 )
 
+_LOOK_S = 0.5
+
 
 @dataclass(frozen=True)
 class SubmittedJob:
@@ -146,7 +148,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     return SubmittedJob(job_id, run, plan, notes)
 
 
-def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:
+def wait_for_end(job: SubmittedJob) -> Condition:
     """Wait until a job has Succeeded or Failed, over its requeues.
 
     Reads only the run folder: the supervisor writes how the job ended, or the janitor if that could
@@ -156,7 +158,7 @@ def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:
         found = final_condition(read_conditions(job.run.conditions_jsonl))
         if found is not None:
             return found
-        time.sleep(every_s)
+        time.sleep(_LOOK_S)
 
 
 def _intent(job: TrainingJob, plan: Plan) -> Submission:
