@@ -111,15 +111,21 @@ TEST(a_bound_can_be_changed) {
     CHECK_EQ(hs_gate_launches(nullptr), -EINVAL);
 }
 
-/* A forked child has no device: it is bounded by nothing, and takes the callback away that it has inherited. */
-TEST(a_forked_child_is_not_bounded) {
+/* A forked child has no device, no trace and an open gate: its first operator removes the callbacks that it has inherited. */
+TEST(a_forked_child_removes_inherited_callbacks) {
     WithDevice with;
+    start_usual();
     CHECK_EQ(hs_gate_bound_launches(20, kMillisecond), 0);
     operate(20, 200 * kUs);
+    CHECK_EQ(hs_gate_trace_start(1, 0), 0);
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), 0);
+    until_event(HS_EVENT_GATE_CLOSED, 1);
     const pid_t child = fork_child();
     if (child == 0) {
-        for (int i = 0; i < 1000; ++i) fake_operator();
-        _exit(fake.bounding.load() ? 1 : 0);
+        fake_operator();
+        _exit(fake.bounding.load() + 2 * fake.tracing.load() + 4 * fake.armed.load());
     }
     CHECK_EQ(exit_of(child), 0);
+    CHECK_EQ(hs_gate_trace_stop(nullptr, 0), 0);
+    hs_gate_stop();
 }
