@@ -87,6 +87,7 @@ def test_a_stop_opens_for_good(gate: HooksGate, trainer: Trainer) -> None:
         pool.submit(gate.start, []).result()
     gate.request(Action.PAUSE, Cause.USER)
     _until(gate, EventKind.PARKED)
+    wait_until(lambda: gate.status().held, "the trainer at a hook")  # until then it may seem asleep
     before = trainer.steps
     gate.request(Action.STOP, Cause(0))
     gate.request(Action.PAUSE, Cause.USER)

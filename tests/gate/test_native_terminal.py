@@ -43,8 +43,8 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path, terminal: Open) -> None:
-    """Ctrl-Z parks the rank and then really stops it, so that the shell comes back; fg continues
-    it, and so again; bg does, too."""
+    """Ctrl-Z closes the gate and then really stops the rank, parked or not after half a second, so
+    that the shell comes back; fg continues it, and so again; bg does, too."""
     there = terminal(os.environ)
 
     def told(word: str, times: int = 1) -> None:
@@ -58,7 +58,7 @@ def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path, terminal: Op
         there.type(["expr", "40", "+", str(number)])
         told(f"\n{40 + number}\n")
         there.type([go_on])
-        for word in ("<PARKED>", "<TERMINAL_STOP>", "<RESUMED>"):  # in any order
+        for word in ("<GATE_CLOSED>", "<TERMINAL_STOP>", "<RESUMED>"):  # in any order
             told(word, number)
     there.type(["kill", "-KILL", "%1"])
     there.type(["wait"])
