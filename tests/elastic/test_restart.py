@@ -147,9 +147,13 @@ def test_a_worker_that_hangs_is_found(
             story.start(name, "--max-restarts=1", **told, **options, heartbeat_s=0.5)
         if hang == "stop":
             story.wait_for_step("b", size=2)
-            wait_until(lambda: story.status()["samples_per_s"] > 0, lambda: f"a pace\n{story}")
-            pace = story.status()
-            assert pace["samples_per_s"] * pace["step_s"] == pytest.approx(2 * BATCH, rel=0.5)
+
+            def samples_per_step() -> float:
+                pace = story.status()
+                return float(pace["samples_per_s"] * pace["step_s"])
+
+            two = pytest.approx(2 * BATCH, rel=0.5)
+            wait_until(lambda: samples_per_step() == two, lambda: f"the pace of two\n{story}")
             os.kill(story.steps("b")[-1]["pid"], signal.SIGSTOP)
         story.wait_for("generation", 2)
         if hang != "stop":
