@@ -12,13 +12,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import gc
 import itertools
 import os
 import sys
 import types
 import weakref
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -28,15 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint import forms, rng
-from hydroslurm.checkpoint.forms import FLAT, NONE, form_of
+from hydroslurm.checkpoint.forms import FLAT, LARGE, NONE, Look, form_of, is_iterator
 from hydroslurm.core.garbage import without_gc
 
 MOST_OBJECTS, MOST_S = 50_000, 0.5
 """Where a walk ends: objects that were entered, and seconds."""
-_LARGE, _LARGE_BYTES, _SAMPLED = 10_000, 2**20, 512
 _OF_MODULE = frozenset(vars(nn.Module()))
 _WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.distributed.")
 _ARRAYS = (torch.Tensor, np.ndarray)
@@ -153,7 +149,8 @@ class Node:
     path: str
     thing: Any
     put: Write
-    values: dict[Any, Any] = field(default_factory=dict)  # what shows whether it has changed
+    values: dict[Any, Any] = field(default_factory=dict)  # what is seen to change
+    looks: dict[Any, Look] = field(default_factory=dict)  # of those that are not FLAT
     objects: dict[Any, Any] = field(default_factory=dict)  # what no checkpoint can hold
     buffers: Collection[str] = ()  # names of values that are those of a module
     weights: Collection[str] = ()  # and its parameters, which are no views of others
@@ -163,10 +160,33 @@ class Node:
         is_attribute = type(name) is str and not isinstance(self.thing, _CONTAINERS)
         return f"{self.path}.{name}" if is_attribute else f"{self.path}[{forms.shown(name)}]"
 
-    def form(self, value: Any) -> Any:
-        """What is saved of a value. What is in a tuple comes back only if it changes in place."""
-        is_fixed = self.put is _no_put and not isinstance(value, _IN_PLACE)
-        return NONE if is_fixed else form_of(value)
+    def is_fixed(self, value: Any) -> bool:
+        """What is in a tuple comes back only if it changes in place."""
+        return self.put is _no_put and not isinstance(value, _IN_PLACE)
+
+    def form(self, name: Any) -> Any:
+        """What is saved of a value."""
+        value, look = self.values[name], self.looks.get(name)
+        if self.is_fixed(value):
+            return NONE
+        if look is None:
+            return value
+        return form_of(value) if look.is_large else look.form
+
+    def noted(self, names: Iterable[Any]) -> dict[Any, Any]:
+        """A copy of what shows whether these values have changed."""
+        found = {name: (self.values[name], self.looks.get(name)) for name in names}
+        return {k: v if one is None else forms.copied(one.mark) for k, (v, one) in found.items()}
+
+    def same(self, noted: Mapping[Any, Any]) -> set[Any]:
+        """The names of the values that are as they were noted."""
+        flat = {
+            name
+            for name, value in self.values.items()
+            if name not in self.looks and _is_same(value, noted.get(name, NONE))
+        }
+        marks = {name: one.mark for name, one in self.looks.items() if name in self.values}
+        return flat | (marks.keys() - forms.differing(marks, noted) if marks else set())
 
 
 @dataclass
@@ -183,14 +203,9 @@ class _Past:
 
     def note(self, node: Node, values: Mapping[Any, Any]) -> None:
         if self.noted is None:
-            self.noted, self.objects = _noted(values), set(node.objects)
+            self.noted, self.objects = node.noted(values), set(node.objects)
             self.same = {k: _reference(v) for k, v in values.items() if type(v) not in FLAT}
-        new = node.objects.keys() & node.values.keys() - self.noted.keys()
-        self.noted.update(_noted({name: node.values[name] for name in new}))
-
-    def shows(self, name: Any, value: Any) -> bool:
-        """Whether it is as it was noted."""
-        return self.noted is not None and _is_as(self.noted, name, value)
+        self.noted.update(node.noted(node.objects.keys() & node.values.keys() - self.noted.keys()))
 
 
 @dataclass
@@ -227,15 +242,18 @@ class Census:
         for node, past in self._look():
             # a copy of weights that a hook has made: the next attempt copies others
             past.note(node, {} if isinstance(node.thing, nn.Module) else node.values)
-            past.begun = _noted({k: v for k, v in node.values.items() if not past.shows(k, v)})
+            past.begun = node.noted(node.values.keys() - node.same(past.noted or {}))
             past.objects = set(node.objects)
 
     def state(self) -> dict[str, Any]:
         """All values that have changed, by the path of the object that has them."""
         found: dict[str, Any] = {}
         for node, past in self._look():
-            for name, value, form in self._changed(node, past):
-                saved = forms.copied(form), self._marks(node, past, name, value)
+            changed = list(self._changed(node, past))
+            early = node.same(past.begun) - past.late if changed and past.begun else ()
+            for name, value, form in changed:
+                copy = form if type(form) in FLAT else forms.copied(form)
+                saved = copy, self._marks(node, past, name, value, is_early=name in early)
                 found.setdefault(node.path, {})[name] = saved
         return found
 
@@ -256,9 +274,10 @@ class Census:
                 if saved := rest.pop(node.path, {}):
                     past.restored |= saved.keys()
                     past.late = {one for one, (_, marks) in saved.items() if "early" not in marks}
+                same = node.same(past.noted or {}) if saved else set()
                 for name, (form, marks) in saved.items():
                     here = node.values.get(name, node.objects.get(name, NONE))
-                    is_set = here is not NONE and not past.shows(name, here)
+                    is_set = here is not NONE and name not in same
                     is_own = is_resized or isinstance(form, forms.OF_PROCESS)
                     if not ("early" in marks and is_set and is_own):
                         self._restore_one(node, name, here, form, marks, new_rank)
@@ -301,16 +320,16 @@ class Census:
             gone = noted.keys() - node.values.keys() - node.objects.keys()
             if gone or node.objects.keys() != past.objects:
                 self.name(node.path, type(node.thing), _LOST)
+        same = node.same(noted) - past.restored
         for name, value in node.values.items():
             is_drawn = self.all_generators and isinstance(value, rng.KINDS)
-            is_new = name in past.restored or is_drawn or not past.shows(name, value)
-            if not is_new or name in past.left_out:
+            if (name in same and not is_drawn) or name in past.left_out:
                 continue
-            if (form := node.form(value)) is not NONE:
+            if (form := node.form(name)) is not NONE:
                 yield name, value, form
             elif name in noted:
                 kind = type(value)
-                self.name(node.at(name), kind, MOVED if _is_iterator(kind) else _LOST)
+                self.name(node.at(name), kind, MOVED if is_iterator(kind) else _LOST)
 
     def _find_flags(self, node: Node, past: _Past) -> None:
         """Flags that a step has set beside an object that it has made: saved, they would keep the
@@ -324,15 +343,21 @@ class Census:
                 past.left_out.add(name)
                 self.name(node.at(name), True, _MADE.format(made[0]))
 
-    def _marks(self, node: Node, past: _Past, name: Any, value: Any) -> list[str]:
+    def _marks(
+        self, node: Node, past: _Past, name: Any, value: Any, *, is_early: bool
+    ) -> list[str]:
         """What a restore has to know of a value."""
+        look = node.looks.get(name)
+        tensors = look.tensors if look else []
+        if look and look.is_large:
+            tensors = forms.tensors_in(value)
         marks = {
-            "early": name not in past.late and _is_as(past.begun, name, value),
+            "early": is_early,
             "same object": name in past.same and past.same[name]() is value,
             "buffer": name in node.buffers,
             "parameter": name in node.weights and name not in node.buffers,
             "process": type(value) is int and value == os.getpid() and "pid" in str(name),
-            "on device": any(str(one.device) != "cpu" for one in _tensors_in(value)),
+            "on device": any(str(one.device) != "cpu" for one in tensors),
         }
         return [mark for mark, holds in marks.items() if holds]
 
@@ -370,7 +395,8 @@ class _Walk:
         self._todo: deque[tuple[str, Any]] = deque()
         self._mode: dict[str, bool] = {}
         self._entered: dict[type, bool] = {}
-        self._shared: list[tuple[dict[Any, Any], Any, Any]] = []  # may show weights of a model
+        # may show weights of a model
+        self._shared: list[tuple[dict[Any, Any], Any, list[torch.Tensor]]] = []
         self._ends_s = thread_time() + MOST_S
 
     def leave_out(self, things: Iterable[Any]) -> None:
@@ -398,8 +424,8 @@ class _Walk:
                 self._todo.clear()
                 break
             self._enter(*self._todo.popleft())
-        for entries, name, value in self._shared:  # by now all weights are known
-            if any(_storage(one) in self._weights for one in _tensors_in(value)):
+        for entries, name, tensors in self._shared:  # by now all weights are known
+            if any(_storage(one) in self._weights for one in tensors):
                 entries.pop(name, None)  # a list of weights, or a view of one: a state has it
         self._shared.clear()
 
@@ -450,15 +476,19 @@ class _Walk:
             self._offer(f"{path}.func", thing.func)
             self._take(Node(f"{path}.args", thing.args, _no_put), dict(enumerate(thing.args)))
             self._take(Node(path, thing, thing.keywords.__setitem__), thing.keywords)
-        elif not _is_iterator(kind):  # where those stand is noted where they are found
+        elif not is_iterator(kind):  # where those stand is noted where they are found
             self._enter_object(path, thing)
 
     def _enter_object(self, path: str, thing: Any) -> None:
         """An object with attributes, a container, or both."""
         kind = type(thing)
         if issubclass(kind, dict):
-            first = itertools.islice(dict.keys(thing), _LARGE)
-            keys = {form_of(key): key for key in first if isinstance(key, _NAMES)}
+            first = itertools.islice(dict.keys(thing), LARGE)
+            keys = {
+                key if type(key) in FLAT else form_of(key): key
+                for key in first
+                if isinstance(key, _NAMES)
+            }
             keys.pop(NONE, None)
             write: Write = lambda name, value: dict.__setitem__(thing, keys[name], value)  # noqa: E731
             node = Node(path, thing, write)
@@ -466,7 +496,7 @@ class _Walk:
         elif issubclass(kind, (list, deque, tuple)):
             base: Any = next(one for one in (list, deque, tuple) if issubclass(kind, one))
             put = _no_put if base is tuple else functools.partial(_put_in_list, base, thing)
-            entries = dict(enumerate(itertools.islice(base.__iter__(thing), _LARGE)))
+            entries = dict(enumerate(itertools.islice(base.__iter__(thing), LARGE)))
             self._take(Node(path, thing, put), entries)
         is_container = isinstance(thing, _CONTAINERS)
         self._enter_attributes(f"{path}'s attributes" if is_container else path, thing)
@@ -544,23 +574,34 @@ class _Walk:
     def _take(self, node: Node, entries: Mapping[Any, Any]) -> None:
         """Sort the entries of an object into values and objects."""
         node = self.nodes.setdefault(node.path, node)  # of a module's variables some are known
-        for name, value in list(entries.items()):
-            if type(value) in FLAT and node.put is not _no_put:  # nearly all are
+        entries, is_fixed = dict(entries), node.put is _no_put
+        others = {
+            name: value
+            for name, value in entries.items()
+            if type(value) not in FLAT  # nearly all are
+            if id(value) not in self._seen or not isinstance(value, rng.KINDS)
+        }
+        looks = forms.look(others) if others else {}
+        for name, value in entries.items():
+            if type(value) in FLAT:
                 node.values[name] = value
+                if is_fixed:
+                    node.objects[name] = value
                 continue
-            is_known, is_large = id(value) in self._seen, _is_large(value)
+            is_known = id(value) in self._seen
             if isinstance(value, rng.KINDS):
                 if is_known:
                     continue
                 self._seen.add(id(value))
-            if not is_large and node.form(value) is NONE:
+            look = looks[name]
+            if not look.is_large and (look.form is NONE or node.is_fixed(value)):
                 node.objects[name] = value
                 self._offer(node.at(name), value)
-                if is_known or _looks(value) is NONE:
+                if is_known or look.mark is NONE:
                     continue
-            node.values[name] = value
-            if name not in node.weights and (isinstance(value, _ARRAYS) or not is_large):
-                self._shared.append((node.values, name, value))
+            node.values[name], node.looks[name] = value, look
+            if name not in node.weights and look.tensors:
+                self._shared.append((node.values, name, look.tensors))
 
 
 def _put_in_module(module: Any, name: str, value: Any) -> None:
@@ -623,98 +664,10 @@ def _storage(tensor: torch.Tensor) -> int:
     return id(tensor)
 
 
-def _place_of(value: Any) -> object:
-    """What tells whether an iterator has moved, and what it reads; NONE of a run's own."""
-    if isinstance(value, rng.KINDS):
-        return rng.state_of(value)
-    if isinstance(value, (*_CONTAINERS, set, frozenset)):
-        return id(value), len(value)
-    if not _is_iterator(type(value)):
-        return value if type(value) in FLAT else id(value)
-    if type(value) is types.GeneratorType:
-        frame = value.gi_frame
-        if value.gi_running or (frame and "hydroslurm" in frame.f_code.co_filename):
-            return NONE
-        if frame is None:
-            return "at its end"
-        local = frame.f_locals
-        parts = [frame.f_lasti, value.gi_yieldfrom, *(local[name] for name in sorted(local))]
-        held = (*gc.get_referents(value), *gc.get_referents(frame))
-        parts += [one for one in held if _is_iterator(type(one))]
-        if hasattr(local, "clear"):  # before Python 3.13 a copy, which the frame keeps
-            local.clear()
-        # of a loader that a run follows: what is read goes on where it stood
-        kinds = [kind for one in parts for kind in type(one).__mro__]
-        is_ours = any(kind.__module__.startswith("hydroslurm.integrations") for kind in kinds)
-        return NONE if is_ours else tuple(map(_place_of, parts))
-    inner = [one for one in gc.get_referents(value) if not isinstance(one, type)]
-    inner += [each for one in inner if type(one) is tuple for each in one]  # of a zip
-    places = [_place_of(one) for one in inner]
-    hint = value.__length_hint__() if hasattr(value, "__length_hint__") else None
-    return NONE if any(one is NONE for one in places) else (hint, *places)
-
-
-def _is_iterator(kind: type) -> bool:
-    """Whether it is one of Python's own, or a generator."""
-    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
-
-
-def _is_large(value: Any) -> bool:
-    if isinstance(value, _ARRAYS):
-        return form_of(value) is not NONE and value.nbytes > _LARGE_BYTES
-    return isinstance(value, (dict, *forms.MANY)) and len(value) > _LARGE
-
-
-def _looks(value: Any) -> Any:
-    """By what it is seen whether a value has changed: its form; of what is too large to be copied,
-    and may never change, a sample; of what no checkpoint can hold, a mark, or NONE."""
-    is_large = _is_large(value)
-    if not is_large and (form := form_of(value)) is not NONE:
-        return form
-    if isinstance(value, torch.Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_lazy(value) or value.is_meta:
-                return NONE
-            flat = value.detach().view(-1) if is_large and value.is_contiguous() else torch.empty(0)
-            version = None if value.is_inference() else value._version  # without .data's writes
-            return id(value), version, flat[:: max(1, flat.numel() // _SAMPLED)]
-    if type(value) is np.ndarray and value.dtype.kind == "O":
-        return tuple(map(id, value.reshape(-1)[:_LARGE]))
-    if type(value) is np.ndarray and not value.dtype.hasobject:
-        return _sum_of(value) if value.flags.writeable else id(value)
-    if is_large:
-        step = max(1, len(value) // _SAMPLED)
-        entries = value.values() if isinstance(value, Mapping) else value
-        sampled = value[::step] if isinstance(value, (list, tuple)) else entries
-        return len(value), [id(one) for one in itertools.islice(sampled, 2 * _SAMPLED)]
-    is_told = isinstance(value, (set, frozenset, enum.Enum)) or _is_iterator(type(value))
-    return _place_of(value) if is_told else NONE
-
-
-def _sum_of(array: Any) -> int:
-    """Of all bytes, or of many pieces from one end to the other."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    step = max(1, flat.nbytes // _SAMPLED)
-    piece, found = 2048 if flat.nbytes > 8 * _LARGE_BYTES else step, 0
-    for start in range(0, flat.nbytes, step):
-        found = zlib.crc32(flat[start : start + piece].data, found)
-    return found
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [one for one in forms.arrays_in(value) if isinstance(one, torch.Tensor)]
-
-
 def _reference(value: Any) -> Callable[[], Any]:
     return weakref.ref(value) if isinstance(value, _ARRAYS) else lambda: value
 
 
-def _noted(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {k: v if type(v) in FLAT else forms.copied(_looks(v)) for k, v in values.items()}
-
-
-def _is_as(noted: Mapping[Any, Any], name: Any, value: Any) -> bool:
-    before = noted.get(name, NONE)
-    if type(value) in FLAT:
-        return type(before) is type(value) and (before is value or bool(before == value))
-    return before is not NONE and forms.equal(_looks(value), before)
+def _is_same(value: Any, before: Any) -> bool:
+    """Of two FLAT values."""
+    return type(before) is type(value) and (before is value or bool(before == value))

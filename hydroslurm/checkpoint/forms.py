@@ -1,6 +1,7 @@
-"""Forms: what a checkpoint can hold of the values of a script. A form has the same tensors; what
-:mod:`hydroslurm.checkpoint.tree` does not know is ``(TAG, name, body)`` in it. An enum's member and
-a named tuple are made of the class that the script has by then: nothing is imported or called.
+"""Forms: what a checkpoint can hold of the values of a script, and what shows that one has changed.
+A form has the same tensors; what :mod:`hydroslurm.checkpoint.tree` does not know is
+``(TAG, name, body)`` in it. An enum's member and a named tuple are made of the class that the
+script has by then: nothing is imported or called.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import copy
 import datetime
 import enum
 import functools
+import gc
 import itertools
 import pathlib
 import random
 import sys
 import types
+import zlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +39,8 @@ FLAT = frozenset((bool, int, float, complex, str, type(None), bytes))
 MANY = (list, tuple, deque, set, frozenset)
 _MUTABLE = (list, deque, set, Counter, np.ndarray, bytearray, array)
 _MOST_DEPTH = 5
+LARGE = 10_000
+_LARGE_BYTES, _SAMPLED = 2**20, 512
 
 OF_PROCESS = (float, str, pathlib.PurePath, datetime.date, datetime.time)
 """Numbers of seconds, texts, paths and times may be of the process that has set them."""
@@ -82,6 +87,46 @@ def form_of(value: Any, *, depth: int = 0) -> Any:
         found = form_of(tuple(value), depth=depth)
         return NONE if found is NONE else (TAG, "named tuple", (_name(kind), found))
     return NONE
+
+
+class Look(NamedTuple):
+    """One look at a value.
+
+    Attributes:
+        form: what a checkpoint can hold of it; :data:`NONE` of a large container, too, whose form
+            is made only if it is to be saved.
+        mark: what shows whether it has changed: its form; of what is too large to be copied, and
+            may never change, a sample; of what no checkpoint can hold, a mark, or NONE.
+        tensors: those in it, but for a large container's.
+    """
+
+    form: Any
+    mark: Any
+    is_large: bool
+    tensors: list[torch.Tensor]
+
+
+def look(values: Mapping[Any, Any]) -> dict[Any, Look]:
+    """Look at some values, by their names."""
+    return {name: _look_at(value) for name, value in values.items()}
+
+
+def _look_at(value: Any) -> Look:
+    is_array = isinstance(value, (torch.Tensor, np.ndarray))
+    is_many = isinstance(value, (dict, *MANY)) and len(value) > LARGE
+    form = NONE if is_many else form_of(value)
+    is_large = is_many or (is_array and form is not NONE and value.nbytes > _LARGE_BYTES)
+    mark = _mark_of(value, is_large=is_large) if is_large or form is NONE else form
+    return Look(form, mark, is_large, [] if is_many or mark is NONE else tensors_in(value))
+
+
+def differing(marks: Mapping[Any, Any], before: Mapping[Any, Any]) -> set[Any]:
+    """The names whose marks are not what they were."""
+    return {
+        name
+        for name, mark in marks.items()
+        if (was := before.get(name, NONE)) is NONE or not equal(mark, was)
+    }
 
 
 def is_plain(value: Any) -> bool:
@@ -189,6 +234,11 @@ def arrays_in(value: Any) -> list[Any]:
     return [one for one in leaves if isinstance(one, (torch.Tensor, np.ndarray))]
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in a plain value."""
+    return [one for one in arrays_in(value) if isinstance(one, torch.Tensor)]
+
+
 def put(here: Any, value: Any, *, device: torch.device | None) -> Any:
     """The saved value in the place of what is here: in the same containers, the same tensor.
 
@@ -245,3 +295,77 @@ def apart(here: Any) -> Any:
     if isinstance(here, torch.Tensor):
         return here if _is_trained(here) or type(here) is torch.nn.Parameter else None
     return copy.copy(here) if isinstance(here, (dict, *MANY)) else here
+
+
+# --- what shows that a value has changed
+# ------------------------------------------------------------------------------------------------
+
+
+def _mark_of(value: Any, *, is_large: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_lazy(value) or value.is_meta:
+                return NONE
+            flat = value.detach().view(-1) if is_large and value.is_contiguous() else torch.empty(0)
+            version = None if value.is_inference() else value._version  # without .data's writes
+            return id(value), version, flat[:: max(1, flat.numel() // _SAMPLED)]
+    if type(value) is np.ndarray and value.dtype.kind == "O":
+        return tuple(map(id, value.reshape(-1)[:LARGE]))
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return _sum_of(value) if value.flags.writeable else id(value)
+    if is_large:
+        step = max(1, len(value) // _SAMPLED)
+        entries = value.values() if isinstance(value, Mapping) else value
+        sampled = value[::step] if isinstance(value, (list, tuple)) else entries
+        return len(value), [id(one) for one in itertools.islice(sampled, 2 * _SAMPLED)]
+    is_told = isinstance(value, (set, frozenset, enum.Enum)) or is_iterator(type(value))
+    return _place_of(value) if is_told else NONE
+
+
+def _place_of(value: Any) -> object:
+    """What tells whether an iterator has moved, and what it reads; NONE of a run's own."""
+    if isinstance(value, rng.KINDS):
+        return rng.state_of(value)
+    if isinstance(value, (dict, *MANY)):
+        return id(value), len(value)
+    if not is_iterator(type(value)):
+        return value if type(value) in FLAT else id(value)
+    if type(value) is types.GeneratorType:
+        frame = value.gi_frame
+        if value.gi_running or (frame and "hydroslurm" in frame.f_code.co_filename):
+            return NONE
+        if frame is None:
+            return "at its end"
+        local = frame.f_locals
+        parts = [frame.f_lasti, value.gi_yieldfrom, *(local[name] for name in sorted(local))]
+        held = (*gc.get_referents(value), *gc.get_referents(frame))
+        parts += [one for one in held if is_iterator(type(one))]
+        if hasattr(local, "clear"):  # before Python 3.13 a copy, which the frame keeps
+            local.clear()
+        # of a loader that a run follows: what is read goes on where it stood
+        kinds = [kind for one in parts for kind in type(one).__mro__]
+        is_ours = any(kind.__module__.startswith("hydroslurm.integrations") for kind in kinds)
+        return NONE if is_ours else tuple(map(_place_of, parts))
+    inner = [one for one in gc.get_referents(value) if not isinstance(one, type)]
+    inner += [each for one in inner if type(one) is tuple for each in one]  # of a zip
+    places = [_place_of(one) for one in inner]
+    hint = value.__length_hint__() if hasattr(value, "__length_hint__") else None
+    return NONE if any(one is NONE for one in places) else (hint, *places)
+
+
+def _is_iterator(kind: Any) -> bool:
+    """Whether it is one of Python's own, or a generator."""
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+
+
+is_iterator: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(_is_iterator)
+
+
+def _sum_of(array: Any) -> int:
+    """Of all bytes, or of many pieces from one end to the other."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    step = max(1, flat.nbytes // _SAMPLED)
+    piece, found = 2048 if flat.nbytes > 8 * _LARGE_BYTES else step, 0
+    for start in range(0, flat.nbytes, step):
+        found = zlib.crc32(flat[start : start + piece].data, found)
+    return found

@@ -65,6 +65,8 @@ _NAMES = {
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 """By the name that an index has."""
 
+DTYPE_NAMES = {one: str(one).removeprefix("torch.") for one in _DTYPES.values()}
+"""As an index has them."""
 
 Crc = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -224,11 +226,6 @@ def index_text(
     if fingerprint:
         found["fingerprint"] = fingerprint
     return _json(found)[:-1], b',"chunks":', laid.chunks, b"}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As an index has it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def require_tensor(shape: Sequence[int], dtype: str) -> None:

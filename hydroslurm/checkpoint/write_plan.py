@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hydroslurm.checkpoint.tensor_file import (
+    DTYPE_NAMES,
     Chunk,
     Laid,
-    dtype_name,
     frozen_part,
     is_frozen_part,
     lay_out,
@@ -155,23 +155,27 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     shared_tree, shared = encode(dict(state.shared), prefix="shared")
     assert isinstance(own_tree, dict)
     assert isinstance(shared_tree, dict)
-    frozen = frozenset(state.frozen)
-    writers = _writers(shared, frozen, world_size)
+    if odd := [key for key, one in own.items() if is_dtensor(one)]:
+        raise UnsavableState(
+            f"{odd[0]} is a DTensor in what is one rank's own; tensors that the ranks share belong "
+            "to the state that they have in common: register the object that holds it"
+        )
+    distributed = {key for key, one in shared.items() if is_dtensor(one)}
+    still = _frozen_keys(shared, distributed, frozenset(state.frozen))
+    plain = {key: one.nbytes for key, one in shared.items() if key not in distributed}
+    writers, mine = _writers(plain, still, world_size), (rank, frozen_part(rank))
     pieces: dict[bool, list[Chunk]] = {False: [], True: []}  # whether it is frozen
     tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     shared_tensors, frozen_bytes = dict[str, SharedTensor](), 0
     for key, one in shared.items():
-        part: tuple[tuple[int, ...], torch.Tensor] | None
-        if is_dtensor(one):
-            writer, part = None, _part_of_dtensor(key, one)
-            is_frozen = _is_frozen(one.to_local(), frozen)  # type: ignore[attr-defined]
-        else:
-            writer = writers[key]
-            is_frozen = is_frozen_part(writer)
-            is_mine = writer in (rank, frozen_part(rank))
-            part = ((0,) * one.dim(), one) if is_mine else None
+        writer, is_frozen = writers.get(key), key in still
+        part: tuple[tuple[int, ...], torch.Tensor] | None = None
+        if key in distributed:
+            part = _part_of_dtensor(key, one)
+        elif writer in mine:
+            part = (0,) * one.dim(), one
         shape = tuple(one.shape)
-        shared_tensors[key] = SharedTensor(shape, dtype_name(one.dtype), writer)
+        shared_tensors[key] = SharedTensor(shape, DTYPE_NAMES[one.dtype], writer)
         frozen_bytes += size_bytes(one) if is_frozen else 0
         if part is not None:
             offsets, tensor = part
@@ -179,7 +183,10 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
             tensors[is_frozen].append(tensor)
     return WritePlan(
         rank=rank,
-        pieces=(*pieces[False], *(_piece_of_own(key, one) for key, one in own.items())),
+        pieces=(
+            *pieces[False],
+            *(_piece(key, tuple(one.shape), (0,) * one.dim(), one) for key, one in own.items()),
+        ),
         tensors=(*tensors[False], *own.values()),
         frozen_pieces=tuple(pieces[True]),
         frozen=tuple(tensors[True]),
@@ -192,22 +199,29 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     )
 
 
+def _frozen_keys(
+    shared: Mapping[str, torch.Tensor], distributed: Collection[str], frozen: Collection[int]
+) -> set[str]:
+    """The keys of what is frozen. Small ones are not worth it, and without memory there is no
+    address."""
+    found = set[str]()
+    for key, one in shared.items() if frozen else ():
+        local = one.to_local() if key in distributed else one  # type: ignore[attr-defined]
+        if local.nbytes >= LEAST_DIVIDED_BYTES and local.data_ptr() in frozen:
+            found.add(key)
+    return found
+
+
 def _writers(
-    shared: Mapping[str, torch.Tensor], frozen: Collection[int], world_size: int
+    sizes_bytes: Mapping[str, int], still: Collection[str], world_size: int
 ) -> dict[str, int]:
     """Key of a plain tensor -> its writer. What is frozen is distributed apart: most saves do not
     write it."""
-    sizes_bytes = {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}
-    still = {key for key in sizes_bytes if _is_frozen(shared[key], frozen)} if frozen else set()
     trained = {key: size for key, size in sizes_bytes.items() if key not in still}
-    found = owners(trained, world_size)
-    of_still = owners({key: sizes_bytes[key] for key in sizes_bytes if key in still}, world_size)
-    return found | {key: frozen_part(rank) for key, rank in of_still.items()}
-
-
-def _is_frozen(tensor: torch.Tensor, frozen: Collection[int]) -> bool:
-    """Small ones are not worth it, and without memory there is no address."""
-    return bool(frozen) and tensor.nbytes >= LEAST_DIVIDED_BYTES and tensor.data_ptr() in frozen
+    of_still = {key: size for key, size in sizes_bytes.items() if key in still}
+    return owners(trained, world_size) | {
+        key: frozen_part(rank) for key, rank in owners(of_still, world_size).items()
+    }
 
 
 def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -231,16 +245,7 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
 def _piece(
     key: str, shape: tuple[int, ...], offsets: tuple[int, ...], tensor: torch.Tensor
 ) -> Chunk:
-    return Chunk(key, shape, dtype_name(tensor.dtype), offsets, tuple(tensor.shape))
-
-
-def _piece_of_own(key: str, tensor: torch.Tensor) -> Chunk:
-    if is_dtensor(tensor):
-        raise UnsavableState(
-            f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
-            "the state that they have in common: register the object that holds it"
-        )
-    return _piece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+    return Chunk(key, shape, DTYPE_NAMES[tensor.dtype], offsets, tuple(tensor.shape))
 
 
 def _part_of_dtensor(key: str, tensor: Any) -> tuple[tuple[int, ...], torch.Tensor] | None:
