@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from hydroslurm.coordination.rendezvous import set_torch_environment
 from hydroslurm.coordination.world import World
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import autoload
@@ -143,6 +142,8 @@ class HydroslurmEnvironment:
             )
             with socket.create_server(("127.0.0.1", 0)) as free:
                 os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
+        from hydroslurm.coordination.rendezvous import set_torch_environment
+
         set_torch_environment()
         self._world = World.from_environ(os.environ)
         here = self._world.local_world_size

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.coordination import collectives
-from hydroslurm.coordination.client import CoordinatorClient
-from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind, clocks
 from hydroslurm.core.proc import boot_id
@@ -53,6 +51,8 @@ from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.vacating import Vacating
 
 if TYPE_CHECKING:
+    from hydroslurm.coordination.client import CoordinatorClient
+    from hydroslurm.coordination.secret import Secret
     from hydroslurm.gate import Gate
 
 MOST_ERROR = 300
@@ -227,6 +227,10 @@ class Controller:
             secret: how this rank proves itself to them.
             warn: tells a person that they cannot be reached (any more).
         """
+        from hydroslurm.coordination.client import (
+            CoordinatorClient,
+        )  # a rank that is alone has none
+
         assert isinstance(self.gate, NativeGate), "hooks hold one rank"
         ranks = CoordinatorClient(
             world,

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm import numa
-from hydroslurm.coordination.rendezvous import key_folder
-from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core import registry
 from hydroslurm.core.events import EventKind, EventLog
@@ -376,6 +374,10 @@ def _join(
     run_dir: str | os.PathLike[str] | None = None,
 ) -> None:
     """Connect with the other ranks."""
+    # a rank that is alone needs neither
+    from hydroslurm.coordination.rendezvous import key_folder
+    from hydroslurm.coordination.secret import find_secret
+
     environ = dict(environ)  # of now: they are looked for in a thread
     folder = key_folder(world, environ, run_dir=run_dir)
     secret = partial(find_secret, world, environ, folder=folder)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import SlurmError, UsageError
-from hydroslurm.slurm.client import Config, SlurmClient
 from hydroslurm.slurm.values import Job, Partition, Qos
+
+if TYPE_CHECKING:
+    from hydroslurm.slurm.client import SlurmClient
+    from hydroslurm.slurm.config import Config
 
 KILL_COMES_EARLY_S = 0.4
 """slurmd sleeps 0.67 s of KillWait and counts it as 1 (_pause_for_job_completion), so SIGKILL

@@ -25,15 +25,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.signals import signal_number
 from hydroslurm.errors import SlurmError, StaleAttempt, UsageError
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, StopReason, read_policies
 from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
+
+if TYPE_CHECKING:  # a training outside of a job needs no client
+    from hydroslurm.slurm.client import SlurmClient
 
 IN_GRACE = RetryPolicy(
     call_timeout_s=5.0, give_up_after_s=1.5, first_delay_s=0.1, longest_delay_s=0.5
@@ -335,6 +338,8 @@ def why_warned(
     Raises:
         SlurmError: Slurm could not be asked.
     """
+    from hydroslurm.slurm.client import open_client
+
     client = open_client(environ=environ, retry_policy=_PATIENCE)
     now_epoch_s = time.time()
     job = client.job(job_id)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import msgspec
 
-from hydroslurm.coordination.messages import Count, Number
+from hydroslurm.core.decoding import Count, Seconds
 from hydroslurm.core.rundir import SAVE_EVERY_ENV
 from hydroslurm.errors import UsageError
 
@@ -27,11 +27,11 @@ class Cadence:
     """
 
     every_steps: Count = 0
-    every_s: Number = 600.0
-    stall_s: Number = 0.0
-    save_s: Number = 0.0
+    every_s: Seconds = 600.0
+    stall_s: Seconds = 0.0
+    save_s: Seconds = 0.0
     losses: Count = 0
-    ran_s: Number = 0.0
+    ran_s: Seconds = 0.0
 
     @cached_property
     def interval_s(self) -> float:

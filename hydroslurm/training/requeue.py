@@ -8,13 +8,14 @@ little time, and a job that is to continue.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import (
@@ -38,7 +39,6 @@ from hydroslurm.errors import (
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import Policies, SitePolicy, StopReason, read_policies
 from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.run_folders import others_of_job, wait_until_saved
@@ -54,6 +54,9 @@ from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import Ending
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
+
+if TYPE_CHECKING:
+    from hydroslurm.slurm.client import SlurmClient
 
 ANSWER_S = 2.0
 """How long a save waits for Slurm to say why; waiting longer would eat into the grace."""
@@ -137,6 +140,8 @@ class StopHandler:
         self._heard = threading.Event()
         self._request: StopRequest | None = None
         self._asking: threading.Thread | None = None
+        if allocation is not None:  # loaded now: at a stop there is little time
+            importlib.import_module("hydroslurm.slurm.client")
         if rank_group.rank == 0:  # another one asks only when it has to decide in its place
             self._ask()
 
@@ -301,12 +306,17 @@ class StopHandler:
     # --- with Slurm
     # --------------------------------------------------------------------------------------------
 
+    def _client(self, retry_policy: RetryPolicy) -> SlurmClient:
+        from hydroslurm.slurm.client import open_client  # outside of a job nobody is asked
+
+        return open_client(environ=self._environ, retry_policy=retry_policy)
+
     def _find_out(self) -> None:
         """Read the settings at the start, while there is time; ask for the reason at a stop."""
         assert self._allocation is not None
         job_id = self._allocation.job_id
         try:
-            client = open_client(environ=self._environ, retry_policy=IN_GRACE)
+            client = self._client(IN_GRACE)
             if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
                 self._policies = read_policies(client)  # unknown means a short grace
                 self._heard.wait()
@@ -342,7 +352,7 @@ class StopHandler:
         if stop is not None and (is_fresh or stop.pending_again):
             return stop
         try:
-            client = open_client(environ=self._environ, retry_policy=IN_GRACE)
+            client = self._client(IN_GRACE)
         except HydroslurmError:
             return None
         return ask_why(client, self._allocation.job_id, history_within_s=0.5)
@@ -389,7 +399,7 @@ class StopHandler:
     def _requeue(self, allocation: Allocation, deadline_mono_s: float, stop: Stop | None) -> Job:
         left_s = max(5.0, deadline_mono_s - time.monotonic())
         retry_policy = RetryPolicy(give_up_after_s=min(left_s, 120.0))
-        client = open_client(environ=self._environ, retry_policy=retry_policy)
+        client = self._client(retry_policy)
         return requeue(
             client,
             allocation,

@@ -17,7 +17,7 @@ SCENES = {
     "superseded": 35,
     "broken_disks": 12,
     "deaths": 2,
-    "told_why": 4,
+    "told_why": 5,
     "leftovers": 1,
     "savers": 1,
     "savers_apart": 1,
