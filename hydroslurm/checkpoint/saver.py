@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 from hydroslurm.checkpoint.deadline import (
     FOREVER_S,
-    BackgroundSave,
+    InFlight,
     Pace,
     Situation,
     choose,
     of_all_ranks,
+    remaining_s,
 )
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.manifest import EPOCH
@@ -31,6 +32,7 @@ from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
@@ -619,6 +621,91 @@ class Saver:
             else:
                 came += f"step {newest.step} is committed"
         return Saved(step, is_committed, newest, f"{came}; {chosen}" if chosen else came)
+
+
+@dataclass(eq=False)
+class BackgroundSave:
+    """Runs one save beside the training, and keeps how it ended.
+
+    An interpreter that shuts down waits for its thread, so that a process which simply ends has its
+    last save committed. A save needs no executor, all of which are closed by then. The thread lives
+    as long as the save: none is left idle in a process that forks.
+
+    Attributes:
+        work: does the save of state number ``state``, of this step.
+        expected_s: how long it should take.
+        writes: False if this rank only tells the others that it cannot take part.
+        reason: of a stop, what was chosen, for people.
+        opened: set once its folder has a name, or it has ended.
+        ended: set once the checkpoint is committed or the save has failed, which may be before the
+            work returns: removing an old checkpoint of some GB takes longer than a stop may have.
+    """
+
+    work: Callable[[BackgroundSave], None]
+    step: int
+    state: int
+    expected_s: float
+    writes: bool
+    failure: BaseException | None = None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Begin at once."""
+        self.ended, self.opened = threading.Event(), threading.Event()
+        self.cancel = threading.Event()
+        self._begin_s = time.monotonic()
+        self._thread = thread(self._run, name=f"hydroslurm-save-{self.step}", daemon=False)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return not self.ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, after waiting so long at the most."""
+        return self.ended.wait(_bounded(timeout_s))
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether its thread is over, after waiting so long at the most."""
+        self._thread.join(_bounded(timeout_s))
+        return not self._thread.is_alive()
+
+    def see_through(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended, and without a timeout until its thread is over. If a signal
+        handler raises meanwhile, it is given up and waited for: before that the state that it
+        writes is not the caller's own."""
+        try:
+            if timeout_s is None:
+                self.join()
+            else:
+                self.wait(timeout_s)
+        except BaseException:
+            self.give_up()
+            self.join()
+            raise
+
+    def give_up(self) -> None:
+        """Ask it to end early; a write or fsync that the kernel is busy with is not interrupted."""
+        self.cancel.set()
+
+    def status(self, state: int) -> InFlight:
+        """Its step, what it still needs, and whether it writes the state of this number."""
+        elapsed_s = time.monotonic() - self._begin_s
+        rest_s = remaining_s(expected_s=self.expected_s, elapsed_s=elapsed_s)
+        return InFlight(self.step, rest_s, is_this=self.state == state)
+
+    def _run(self) -> None:
+        try:
+            self.work(self)
+        except BaseException as error:  # kept for the training thread, which reports it
+            self.failure = error
+        finally:
+            self.opened.set()
+            self.ended.set()
+
+
+def _bounded(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
 
 
 def _warn(text: str) -> None:

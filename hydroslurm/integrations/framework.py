@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -171,7 +170,7 @@ class FrameworkSession:
         attempts resume from the run's state only, and a crash must not cost more steps than it
         would without hydroslurm. With ``every_s=0`` nothing is saved for that."""
         written = own(*args, **kwargs)
-        self.session.saves.last_s = -math.inf
+        self.session.saves.make_due()
         return written
 
     def begin_evaluation(self, fingerprint: Callable[[], object]) -> None:

@@ -359,7 +359,7 @@ class ElasticRank:
             session.fence.hold(session.fence.claim())
             session.store.revoke_others()
             session.attempt.number = self._attempt_number
-            session.saves.last_s = time.monotonic()
+            session.saves.restart_clock()
 
     def _save_for_all(self) -> None:
         """Too few members can go on: save before they go."""

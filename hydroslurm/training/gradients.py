@@ -16,7 +16,7 @@ checkpoint has the order, and the next attempt begins with it, before its first 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.errors import StateMismatch
-from hydroslurm.training.objects import bare, inside
+from hydroslurm.training.objects import inside, modules_in
 from hydroslurm.training.reporting import warning
 
 _LOOKED_AT = 16
@@ -52,7 +52,7 @@ class Gradients:
         """The first step comes next. What was loaded is put in place again: a loop may have zeroed
         its gradients before it begins."""
         parts: dict[Part, list[torch.Tensor]] = {}
-        for name, model in self._modules():
+        for name, model in modules_in(self._models()).items():
             for key, one in model.named_parameters():
                 if one.requires_grad:
                     parts.setdefault((name, _part(key)), []).append(one)
@@ -72,8 +72,8 @@ class Gradients:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Model -> parameter -> gradient; empty for a loop that updates in each step."""
         found: dict[str, dict[str, torch.Tensor]] = {}
-        for (name, key), grad in self._gradients():
-            if (name, _part(key)) in self._adding_up and grad.any():
+        for name, key, grad in self._gradients(self._adding_up):
+            if grad.any():
                 found.setdefault(name, {})[key] = grad
         return found
 
@@ -86,7 +86,7 @@ class Gradients:
         self._put()
 
     def _put(self) -> None:
-        models = dict(self._modules())
+        models = modules_in(self._models()) if self._loaded else {}
         for name, grads in self._loaded.items():
             parameters = dict(models[name].named_parameters()) if name in models else {}
             for key, saved in grads.items():
@@ -102,22 +102,19 @@ class Gradients:
 
     def _are_of_use(self, part: Part) -> bool:
         """Whether there are any, and no GradScaler has left the step out because of them."""
-        grads = [one for (name, key), one in self._gradients() if (name, _part(key)) == part]
+        grads = [one for _, _, one in self._gradients({part})]
         return any(one.any() for one in grads) and all(one.isfinite().all() for one in grads)
 
     def _versions_now(self) -> list[int]:
         return [sum(one._version for one in some) for some in self._weights.values()]
 
-    def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        for name, thing in self._models().items():
-            if isinstance(model := bare(thing), torch.nn.Module):
-                yield name, model
-
-    def _gradients(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-        for name, model in self._modules():
+    def _gradients(self, parts: Collection[Part]) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Those of some parts, each with the names of its model and its parameter."""
+        for name, model in modules_in(self._models()).items() if parts else ():
             for key, one in model.named_parameters():
-                if one.grad is not None and one.grad.layout is torch.strided:
-                    yield (name, key), local_of(one.grad).detach()
+                is_there = one.grad is not None and one.grad.layout is torch.strided
+                if is_there and (name, _part(key)) in parts:
+                    yield name, key, local_of(one.grad).detach()
 
 
 def _part(key: str) -> str:

@@ -219,6 +219,12 @@ def bare(thing: Any) -> Any:
     return thing
 
 
+def modules_in(things: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    """Those that are modules, without their wrappers."""
+    found = {name: bare(thing) for name, thing in things.items()}
+    return {name: one for name, one in found.items() if isinstance(one, torch.nn.Module)}
+
+
 def inside(thing: Any) -> Any | None:
     """What a wrapper is around; None of anything else."""
     kind = type(thing).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +34,6 @@ class Saves:
             objects' where these do not change in it. None outside of one.
         refused: why a stop saves nothing now, for its message; periodic saves are off, too. None
             while the state can be resumed from.
-        last_s: when the last one began, on the monotonic clock.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Saves:
         self.periodic_step: int | None = None
         self.evaluation: State | None = None
         self.refused: str | None = None
-        self.last_s = time.monotonic()
+        self._last_s = time.monotonic()
 
     def state(self) -> State:
         """What is saved now; within an evaluation the state from its beginning.
@@ -93,13 +93,13 @@ class Saves:
     def save_periodically(self) -> None:
         """Begin a save in the background. None may come between the end of the batches, or the
         beginning of an evaluation, and what is to be repeated from there."""
-        self.last_s = time.monotonic()
+        self.restart_clock()
         step = self._contents.cursor.completed_step()
         if self.behind_batches or self.evaluation is not None or step == self.periodic_step:
             return
         if self._saver.start(self.state(), **self.place()) > 0:
             self.unchanged, self.periodic_step = True, step
-            self._space(stall_s=time.monotonic() - self.last_s)
+            self._space(stall_s=time.monotonic() - self._last_s)
 
     def save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; return what came of it, as a message."""
@@ -124,6 +124,14 @@ class Saves:
                 raise
             return f"nothing was saved, and nothing is lost: {error}"
 
+    def restart_clock(self) -> None:
+        """A save begins now: the next one by the clock is due so long after it."""
+        self._last_s = time.monotonic()
+
+    def make_due(self) -> None:
+        """Have the clock call for a save at the next safe point, where there is one."""
+        self._last_s = -math.inf
+
     def is_due(self) -> bool:
         """Whether to save behind this step. All ranks save at one step, and each has a clock of its
         own: the first one's counts, and calls for a save at one of the next steps."""
@@ -132,9 +140,9 @@ class Saves:
         group, every = self._rank_group, self._cadence.every_steps
         by_step = bool(every) and self._contents.cursor.step % every == 0
         if group.world_size == 1:
-            return by_step or self._cadence.is_due_by_clock(self.last_s)
+            return by_step or self._cadence.is_due_by_clock(self._last_s)
         called = group.takes_save()
-        if group.rank == 0 and self._cadence.is_due_by_clock(self.last_s):
+        if group.rank == 0 and self._cadence.is_due_by_clock(self._last_s):
             group.call_save()
         return called or by_step
 

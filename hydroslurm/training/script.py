@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from hydroslurm.checkpoint.census import KNOWN, Census, Unkept, Variables, names_in, shown
 from hydroslurm.checkpoint.forms import arrays_in
 from hydroslurm.checkpoint.tree import local_of
-from hydroslurm.training.objects import bare
+from hydroslurm.training.objects import modules_in
 
 _MUCH_BYTES = 2**28
 _NOT_GIVEN = (
@@ -169,8 +169,7 @@ class Script:
         return {**self._roots(), **in_reach(self._functions)}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
-        found = {name: bare(one) for name, one in self._models().items()}
-        return {name: one for name, one in found.items() if isinstance(one, torch.nn.Module)}
+        return modules_in(self._models())
 
     def _device(self) -> torch.device:
         for model in self._modules().values():

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, final
@@ -445,7 +444,7 @@ class Session:
                 "was saved before it; save behind the block"
             )
         saved = self.save_as_begun(kind=kind)
-        self.saves.last_s = time.monotonic()
+        self.saves.restart_clock()
         return saved
 
     def save_as_begun(self, *, kind: str = "manual") -> Saved:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hydroslurm.errors import NoSuchJob
-from hydroslurm.slurm import stops
 from hydroslurm.slurm.policy import StopReason
 from hydroslurm.slurm.stops import LimitWarning, requested_warnings, why_warned
 from hydroslurm.slurm.values import Job, JobState
@@ -96,7 +95,7 @@ def test_the_signal_of_a_pause_is_the_warning_near_the_limit_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the job has asked for, and when it comes, tell it from a person's."""
-    monkeypatch.setattr(stops, "open_client", lambda **_: _slurm(**known))
+    monkeypatch.setattr("hydroslurm.slurm.client.open_client", lambda **_: _slurm(**known))
     sender_pid = 0 if by_slurm else os.getpid()
     stop = why_warned(1, signo, sender_pid=sender_pid, environ={})
     assert (stop and stop.reason) is reason
