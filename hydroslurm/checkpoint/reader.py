@@ -61,6 +61,70 @@ class CheckpointFiles:
         """All of them."""
         return parts_among(self.entries)
 
+    def state(
+        self,
+        *,
+        rank: int,
+        only: Collection[str] | None = None,
+        like: Mapping[str, Any] | None = None,
+    ) -> State:
+        """Read a state, or the names in ``only``, laid out as ``like`` says.
+
+        A rank that had no part in the save has nothing of its own.
+
+        Raises:
+            CheckpointCorrupt: a file is missing or is not what was written.
+            CheckpointError: someone else may have written one.
+            CheckpointMissing: a name in ``only`` was not saved.
+        """
+        shared = self.shared()
+        state, own = shared.state, self.index(rank).own if rank in self.ranks else {}
+        if only is not None:
+            missing = sorted(set(only) - set(state) - set(own))
+            if missing:
+                raise CheckpointMissing(
+                    f"{self.folder} has no {', '.join(missing)}; it has {', '.join([*state, *own])}"
+                )
+            state = {name: value for name, value in state.items() if name in only}
+            own = {name: value for name, value in own.items() if name in only}
+        layouts: dict[str, torch.Tensor | None] = {}
+        for name, value in state.items():
+            layouts |= tensor_keys(value, (like or {}).get(name))
+        wanted = [*_wanted_of_shared(layouts, shared, self), *_wanted_of_own(own, rank, self)]
+        tensors = _landed(self, _landings(self, wanted, first=rank))
+        return State(shared=_decoded(state, tensors), own=_decoded(own, tensors))
+
+    def check(self) -> None:
+        """Put together all that :meth:`state` reads on any rank, with tensors that have no memory
+        in the place of those that are stored. Reads the indexes only.
+
+        Raises:
+            CheckpointCorrupt, CheckpointError: as :meth:`state`.
+        """
+        shared = self.shared()
+        keys = tensor_keys(list(shared.state.values()))
+        wanted = _wanted_of_shared(keys, shared, self)
+        _decoded(shared.state, _without_values(_landings(self, wanted, first=0)))
+        for part in self.parts:
+            own = self.index(part).own
+            wanted = _wanted_of_own(own, part, self)
+            _decoded(own, _without_values(_landings(self, wanted, first=part)))
+
+    def own(self, *, rank: int) -> dict[str, Any]:
+        """The ``own`` of one rank.
+
+        Raises:
+            CheckpointMissing: that rank had no part in the save.
+            CheckpointCorrupt, CheckpointError: as :meth:`state`.
+        """
+        if rank not in self.ranks:
+            raise CheckpointMissing(
+                f"{self.folder} has nothing of rank {rank}: {len(self.ranks)} ranks saved it"
+            )
+        own = self.index(rank).own
+        wanted = _wanted_of_own(own, rank, self)
+        return _decoded(own, _landed(self, _landings(self, wanted, first=rank)))
+
     def shared(self) -> Shared:
         """Raises CheckpointCorrupt, CheckpointError."""
         text = self._read(SHARED_JSON)
@@ -101,73 +165,6 @@ class CheckpointFiles:
 
     def _read(self, name: str) -> bytes:
         return read_checked(self.folder / name, self._entry(name), storage=self.storage)
-
-
-def read_state(
-    files: CheckpointFiles,
-    *,
-    rank: int,
-    only: Collection[str] | None = None,
-    like: Mapping[str, Any] | None = None,
-) -> State:
-    """Read a state, or the names in ``only``, laid out as ``like`` says.
-
-    A rank that had no part in the save has nothing of its own.
-
-    Raises:
-        CheckpointCorrupt: a file is missing or is not what was written.
-        CheckpointError: someone else may have written one.
-        CheckpointMissing: a name in ``only`` was not saved.
-    """
-    shared = files.shared()
-    state, own = shared.state, files.index(rank).own if rank in files.ranks else {}
-    if only is not None:
-        missing = sorted(set(only) - set(state) - set(own))
-        if missing:
-            raise CheckpointMissing(
-                f"{files.folder} has no {', '.join(missing)}; it has {', '.join([*state, *own])}"
-            )
-        state = {name: value for name, value in state.items() if name in only}
-        own = {name: value for name, value in own.items() if name in only}
-    layouts: dict[str, torch.Tensor | None] = {}
-    for name, value in state.items():
-        layouts |= tensor_keys(value, (like or {}).get(name))
-    wanted = [*_wanted_of_shared(layouts, shared, files), *_wanted_of_own(own, rank, files)]
-    tensors = _landed(files, _landings(files, wanted, first=rank))
-    return State(shared=_decoded(state, tensors), own=_decoded(own, tensors))
-
-
-def check_state(files: CheckpointFiles) -> None:
-    """Put together all that :func:`read_state` reads on any rank, with tensors that have no memory
-    in the place of those that are stored. Reads the indexes only.
-
-    Raises:
-        CheckpointCorrupt, CheckpointError: as :func:`read_state`.
-    """
-    shared = files.shared()
-    keys = tensor_keys(list(shared.state.values()))
-    wanted = _wanted_of_shared(keys, shared, files)
-    _decoded(shared.state, _without_values(_landings(files, wanted, first=0)))
-    for part in files.parts:
-        own = files.index(part).own
-        wanted = _wanted_of_own(own, part, files)
-        _decoded(own, _without_values(_landings(files, wanted, first=part)))
-
-
-def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
-    """The ``own`` of one rank.
-
-    Raises:
-        CheckpointMissing: that rank had no part in the save.
-        CheckpointCorrupt, CheckpointError: as :func:`read_state`.
-    """
-    if rank not in files.ranks:
-        raise CheckpointMissing(
-            f"{files.folder} has nothing of rank {rank}: {len(files.ranks)} ranks saved it"
-        )
-    own = files.index(rank).own
-    wanted = _wanted_of_own(own, rank, files)
-    return _decoded(own, _landed(files, _landings(files, wanted, first=rank)))
 
 
 def _wanted_of_shared(

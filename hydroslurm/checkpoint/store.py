@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from hydroslurm.checkpoint import folders, reader
+from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import check_file, require_size
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.manifest import (
@@ -28,6 +28,9 @@ from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveFailed, UsageError
+
+if TYPE_CHECKING:
+    from hydroslurm.checkpoint.reader import CheckpointFiles
 
 __all__ = ["Checkpoint", "CheckpointStore", "Retention", "State", "newest_good"]
 
@@ -188,7 +191,7 @@ class CheckpointStore:
         entries = sorted(files.entries.items())
         for name, entry in entries:
             require_size(checkpoint.path / name, entry, storage=self.storage)
-        reader.check_state(files)
+        files.check()
         for name, entry in entries:
             check_file(checkpoint.path / name, entry, storage=self.storage)
         self.trust(checkpoint)
@@ -243,9 +246,7 @@ class CheckpointStore:
         """
         with self.holding(), without_gc():
             self.pin(checkpoint.path)
-            return reader.read_state(
-                self.files_of(checkpoint), rank=self.peers.rank, only=only, like=like
-            )
+            return self.files_of(checkpoint).state(rank=self.peers.rank, only=only, like=like)
 
     def load_own(self, checkpoint: Checkpoint, rank: int) -> Mapping[str, Any]:
         """The ``own`` of any rank that took part in the save.
@@ -254,17 +255,19 @@ class CheckpointStore:
             CheckpointMissing: no such rank took part in the save.
             CheckpointCorrupt, CheckpointError: as :meth:`load`.
         """
-        return reader.read_own(self.files_of(checkpoint), rank=rank)
+        return self.files_of(checkpoint).own(rank=rank)
 
-    def files_of(self, checkpoint: Checkpoint) -> reader.CheckpointFiles:
+    def files_of(self, checkpoint: Checkpoint) -> CheckpointFiles:
         """The files of a checkpoint, to be read and verified one by one.
 
         Raises:
             CheckpointCorrupt: it is gone or is another one.
             CheckpointError: someone else may have written it.
         """
+        from hydroslurm.checkpoint.reader import CheckpointFiles  # a new run reads none
+
         files = read_again(checkpoint, storage=self.storage).files
-        return reader.CheckpointFiles(checkpoint.path, files, storage=self.storage)
+        return CheckpointFiles(checkpoint.path, files, storage=self.storage)
 
     def revoke_others(self) -> None:
         """End all saves of other processes (see ``folders.revoke``). For an attempt that has

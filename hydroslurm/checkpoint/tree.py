@@ -376,7 +376,7 @@ def _ndarray(dtype: Any, shape: Any, raw: torch.Tensor) -> Any:
     count, rest = divmod(raw.numel(), kind.itemsize)
     if rest or raw.dtype != torch.uint8 or kind.hasobject:
         raise ValueError(f"{raw.numel()} values of {raw.dtype} are no array of {kind}")
-    if raw.is_meta:  # reader.check_state only looks
+    if raw.is_meta:  # CheckpointFiles.check() only looks
         return np.broadcast_to(np.zeros((), kind), (count,)).reshape(shape)
     return np.frombuffer(raw.numpy().tobytes(), kind).reshape(shape).copy()
 
