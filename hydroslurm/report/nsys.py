@@ -164,10 +164,14 @@ def read_profile(path: Path) -> Profile:
         NsysMissing: the report must be exported, and there is no ``nsys`` here.
         ProfileError: not an nsys report, or unreadable.
     """
-    with as_sqlite(path) as exported, open_database(exported) as database:
+    with (
+        as_sqlite(path) as exported,
+        open_database(exported) as database,
+        contextlib.closing(sqlite3.connect(":memory:")) as events,
+    ):
         domains = _domains(database)
         processes = sorted({process for process, _ in domains}, key=_pid)
-        events = read_events(database, domains)
+        _copy_events(database, domains, events)
         clocks = events.execute("SELECT at, value FROM events WHERE name = 'clock'").fetchall()
         timebase = Timebase(clocks)
         asked = "SELECT DISTINCT process FROM events WHERE name = 'pause_request'"
@@ -618,19 +622,20 @@ def _blocks(database: Database, table: str, global_pid: int) -> Iterator[_Block]
 # --- the marks and ranges of the domain hydroslurm ----------------------------------------------
 
 
-def read_events(database: Database, domains: Collection[tuple[int, int]]) -> sqlite3.Connection:
-    """Return a database of our own, with one table of the events of these domains, which holds
-    nothing but numbers that can be calculated with; so it can be joined, whoever wrote the report.
+def _copy_events(
+    database: Database, domains: Collection[tuple[int, int]], events: sqlite3.Connection
+) -> None:
+    """Copy the events of these domains into a table, which holds nothing but numbers that can be
+    calculated with; so it can be joined, whoever wrote the report.
 
     Its columns: ``process``, a global id; ``name``; ``at`` and ``until``, by nsys's clock: the
     latter is null for a mark, and for a range that never ended; ``value``: of a mark the stamp of
     the handler or the event log, of a range the number of its pause, or its step; ``signal``: of a
     request; ``tid``.
     """
-    events = sqlite3.connect(":memory:")
     events.execute("CREATE TABLE events (process, name, at, until, value, signal, tid)")
     if not domains:
-        return events
+        return
     ids = database.string_ids([CLOCK, *REQUESTS, *MOMENTS, *RANGES])
     mark = database.event_type("NvtxMark", _MARK)
     last_ns = database.integer("ANALYSIS_DETAILS", "duration")
@@ -654,7 +659,6 @@ def read_events(database: Database, domains: Collection[tuple[int, int]]) -> sql
     ]
     kept.sort(key=lambda row: row[2])
     events.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", kept)
-    return events
 
 
 def _domains(database: Database) -> set[tuple[int, int]]:

@@ -158,6 +158,30 @@ def test_a_recording_that_ends_in_a_pause_is_told_as_far_as_it_goes(
     assert (asked.number, asked.parked_mono_ns, asked.error_ns) == (None, None, None)
 
 
+def test_threads_and_the_watcher_come_in_any_order(report: ReportFile, rank: Process) -> None:
+    """A thread is held before `pausing` and runs before `resuming`; one that was let through ran
+    before; of two rests the last one counts; a pause that was not over had not parked."""
+    rank.range("parked", 90 * MS, 300 * MS, 1, thread=0)  # let through for a collective
+    rank.mark("gate_closed", 95 * MS, rank.request("pause_request", 94 * MS, "SIGUSR1"))
+    asked = rank.request("pause_request", 100 * MS, "SIGUSR1")
+    rank.range("pausing", 101 * MS, 302 * MS, 1)
+    rank.mark("gate_closed", 101 * MS, asked)
+    rank.range("parked", 301 * MS, 500 * MS + 10_000, 1, thread=0)
+    rank.mark("gate_opened", 501 * MS, rank.request("resume_request", 500 * MS, "SIGUSR2"))
+    rank.range("resuming", 501 * MS, 502 * MS, 1)
+    rank.range("pausing", 600 * MS, 604 * MS, 2)
+    for at_ms in (602, 603):
+        rank.mark("at_rest", at_ms * MS, rank.mono(at_ms * MS))
+    rank.range("pausing", 700 * MS, None, 3)
+    rank.range("parked", 701 * MS, None, 3)
+    first, quiet, torn = read_profile(report.save()).pauses
+    assert first.requested_mono_ns == asked
+    assert near(first.parked_mono_ns, rank.mono(301 * MS), first.error_ns)
+    assert near(first.running_mono_ns, rank.mono(500 * MS + 10_000), first.error_ns)
+    assert quiet.parked_mono_ns == rank.mono(603 * MS)
+    assert (torn.tid, torn.parked_mono_ns) == (None, None)
+
+
 NO_CLOCKS = "UPDATE StringIds SET value = 'other' WHERE value = 'clock'"
 
 
