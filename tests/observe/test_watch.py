@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -312,8 +313,8 @@ def test_jobs_come_and_go(tmp_path: Path) -> None:
 
 
 def test_metrics(tmp_path: Path) -> None:
-    """What is exposed can be parsed, with hostile names whole in the labels; scrapes that are close
-    to each other share one request."""
+    """What is exposed can be parsed, with hostile names whole in the labels, and is in the docs;
+    scrapes that are close to each other share one request."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), event(EventKind.INSTALLED), began(), parked(1, 50.0), parked(1, 9e9))
     write(run.rank_events(0), event(EventKind.RESUMED, pause=1), committed(40, at_s=-7, step=52))
@@ -347,6 +348,8 @@ def test_metrics(tmp_path: Path) -> None:
     labels = families["hydroslurm_job_step"].samples[0].labels
     assert labels == {"job_id": "1", "name": name, "user": "u", "partition": "low"}
     assert all(family.documentation and family.type != "unknown" for family in families.values())
+    page = (Path(__file__).parents[2] / "docs/watching.md").read_text()
+    assert set(re.findall(r"`(hydroslurm_\w+?)(?:_total)?[`{]", page)) == set(families)
     slurm.answer = ControllerUnreachable("away")
     assert "hydroslurm_slurm_up 0.0" in generate_latest(registry).decode()
     assert slurm.asked == 2
