@@ -14,6 +14,7 @@ from clusters import Part
 from processes import wait_until
 from typer.testing import CliRunner
 
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.cli.doctor import doctor
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
@@ -87,7 +88,7 @@ def test_pause(pause_cluster: Part, run: Doctor, tmp_path: Path) -> None:
     assert "scontrol requeue" in table.stdout
     manifest = tmp_path / "checkpoints/step-000000007/manifest.json"
     manifest.parent.mkdir(parents=True)
-    manifest.write_text('{"step": 7, "kind": "periodic", "save_s": 40.0, "state_bytes": 1}')
+    manifest.write_text(Manifest(7, 0, "periodic", 0, 40.0, state_bytes=1, files={}).to_json())
     result = run(pause_cluster, "--json", "--run", str(tmp_path))
     assert _json(result)["save"]["save_s"] == 40.0
 
