@@ -15,9 +15,11 @@ hs_launch_ahead launches() {
 TEST(kernels_that_become_longer_are_found_out) {
     WithDevice with;
     CHECK_EQ(hs_gate_bound_launches(20, 10 * kMillisecond), 0);
-    operate(20'000, 2 * kUs);
-    const int64_t events = launches().events;
-    CHECK(events < 20'000 / 8); /* not one for each launch */
+    until([] { /* not an event for each launch, once a busy machine lets the device finish without a break */
+        const int64_t events = launches().events;
+        operate(1'000, 2 * kUs);
+        return launches().events - events < 1'000 / 8;
+    });
     operate(40, 2 * kMillisecond);
     until([&] { return with.device.stream(0).queued_ns.load() == 0; });
     operate(40, 2 * kMillisecond); /* to the end of a slice that was begun before */
