@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long test-slurms faults gpu lint docs bench clean
 PY := .venv/bin/python
+# hundreds of processes would compile the package, each for itself
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make demo    three acts on a private Slurm: paused in place; stopped and requeued; elastic. Tables and pictures'

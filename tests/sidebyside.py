@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-FOLDERS = ("tests/integration/manyranks/", "tests/integration/trainingjob/")
-"""Whose jobs run side by side in any case, for all modules of the folder."""
+FOLDERS = ("tests/integrations/", "tests/integration/manyranks/", "tests/integration/trainingjob/")
+"""Whose modules share what is dear: processes with a framework loaded, or jobs side by side."""
 
 
 def scope_of(nodeid: str) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint.states import same, state_of, write
 from typer.testing import CliRunner
 
@@ -110,6 +109,8 @@ def test_export(run_dir: RunDir, tmp_path: Path) -> None:
 def test_export_for_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DCP's own reader takes every tensor out of the folder, under its dotted name; nothing that
     is there is replaced; a state without tensors and a full disk are named and leave no folder."""
+    import torch.distributed.checkpoint as dcp
+
     store = CheckpointStore(tmp_path / "c")
     done = write(store, state_of(3), step=3, kind="periodic")
     call("export", done.path, "--out", tmp_path / "all.dcp")

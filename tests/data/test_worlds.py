@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -278,6 +277,8 @@ def test_a_new_rank_takes_the_generators_of_rank_0() -> None:
 
 def stock_loader(kind: str, length: int, size: int, *, rank: int, world: int, drop: bool) -> Any:
     """As Lightning and Hugging Face make it of ``DataLoader(data, size, shuffle=True)``."""
+    from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+
     data: Any = Indexes(length)
     if kind == "torch":
         sampler: Any = DistributedSampler(data, world, rank, seed=3, drop_last=drop)

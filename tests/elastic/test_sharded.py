@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from elasticstory import BEGIN, START, ElasticStory
 from torch import nn
 
@@ -91,6 +90,8 @@ def undisturbed() -> list[float]:
 def test_shards_stay_while_members_change(story: ElasticStory, sums: bool) -> None:
     """One comes and leaves, of the next a rank is killed, a third one comes: the weights are those
     of a training that nothing befell, and behind it the ranks of a node have their group again."""
+    import torch.distributed.checkpoint as dcp
+
     start(story, "a", sums=sums)
     story.wait_for_step("a.1", size=2)  # the weights are those that it begins with
     start(story, "b", sums=sums, seed=1)

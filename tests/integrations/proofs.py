@@ -25,7 +25,7 @@ STOPPED = 75
 LIGHTNING, TRANSFORMERS = ("lightning.pytorch", "torchmetrics"), ("transformers.trainer",)
 ACCELERATE = ("accelerate",)
 BOTH = (*LIGHTNING, *TRANSFORMERS)
-OWN = ("hydroslurm.training.run", "torch.utils.data")
+OWN: tuple[str, ...] = ()
 TRL = (*TRANSFORMERS, "trl.trainer.grpo_trainer", "trl.trainer.dpo_trainer", "pandas")
 
 

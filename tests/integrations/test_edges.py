@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import pytest
 import torch
-import transformers
 import zygote
 from integrations.proofs import ACCELERATE, LIGHTNING, TRANSFORMERS
 
@@ -174,6 +173,8 @@ def test_a_finished_run_and_one_that_transformers_has_saved(edges: tuple[str, Fo
 def test_a_transformers_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line that names what is missing, and nothing half installed; Lightning's is in
     test_lightning.py."""
+    import transformers
+
     trainer = transformers.Trainer(
         model=torch.nn.Linear(1, 1), args=transformers.TrainingArguments(str(tmp_path))
     )

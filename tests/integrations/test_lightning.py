@@ -17,13 +17,6 @@ from integrations.proofs import LIGHTNING
 from processes import captured
 
 from hydroslurm.errors import UsageError
-
-pytest.importorskip("lightning.pytorch")
-
-from lightning.pytorch import Trainer
-from lightning.pytorch.loops import _TrainingEpochLoop
-from lightning.pytorch.strategies import ModelParallelStrategy
-
 from hydroslurm.integrations import lightning_strategies
 from hydroslurm.integrations.lightning_fit import require_known_lightning
 from hydroslurm.integrations.lightning_strategies import strategy_class
@@ -62,6 +55,8 @@ def test_either_package_in_any_order(order: tuple[str, ...], tmp_path: Path) -> 
 
 def test_the_environment_is_that_of_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks, nodes, address and port; a Trainer of another size is told the right one."""
+    import lightning.pytorch  # noqa: F401 - brings the environment with it
+
     for name in [n for n in os.environ if n.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     for name, value in TORCHRUN.items():
@@ -87,6 +82,10 @@ def test_a_lightning_that_is_not_known_and_a_strategy_that_cannot_be_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One line that names what is missing; and the strategy by name, with what does work."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loops import _TrainingEpochLoop
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     for strategy in ("auto", "ddp", ModelParallelStrategy()):
         require_known_lightning(Trainer(**options, strategy=strategy))

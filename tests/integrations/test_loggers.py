@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import zygote
-from integrations.proofs import ACCELERATE, LIGHTNING, OWN, TRANSFORMERS
+from integrations.proofs import ACCELERATE, LIGHTNING, TRANSFORMERS
 
 from hydroslurm.integrations import loggers
 from hydroslurm.training import trackers
 
 SCENES = Path(__file__).with_name("logging_scenes.py")
+TRACKERS = ("mlflow", "wandb")
 needs_trackers = pytest.mark.skipif(
     find_spec("wandb") is None or find_spec("mlflow") is None,
     reason="no wandb or no mlflow: make setup installs them",
@@ -54,8 +55,8 @@ def test_a_save_reads_the_new_rows_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("framework", "loads"),
     [
-        ("lightning", LIGHTNING),
-        ("own", OWN),
+        ("own", TRACKERS),
+        pytest.param("lightning", LIGHTNING, marks=pytest.mark.long),
         pytest.param("transformers", TRANSFORMERS, marks=pytest.mark.long),
         pytest.param("accelerate", ACCELERATE, marks=pytest.mark.long),
     ],
@@ -103,7 +104,7 @@ def test_attempts_continue_one_run(framework: str, loads: tuple[str, ...], tmp_p
 @needs_trackers
 def test_an_error_is_no_good_end(tmp_path: Path) -> None:
     """MLflow by itself would finish a run that is not in a ``with`` block."""
-    ran = zygote.ran([SCENES, "own", tmp_path / "runs", "fail:5"], loads=OWN)
+    ran = zygote.ran([SCENES, "own", tmp_path / "runs", "fail:5"], loads=TRACKERS)
     assert ran.returncode == 0, ran.stderr
     failed = json.loads(ran.stdout.splitlines()[-1])["stopped"]
     ends = failed["exits"], failed["mlflow ends"], failed["wandb ends"]
