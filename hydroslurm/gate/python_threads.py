@@ -52,9 +52,10 @@ class RestWatch:
                 self._native_ids.pop(ident, None)
         known = {threading.main_thread().native_id or 0, *list(self._native_ids.values())}
         others = known - {*but, *self.exempted, threading.get_native_id()}
-        seen, now_ns = {tid: _run_of(tid) for tid in others}, time.monotonic_ns()
+        now_ns = time.monotonic_ns()  # before the look: the caller may lose its processor in it
+        seen = {tid: _run_of(tid) for tid in others}
         if seen != self._seen:
-            self._seen, self._since_ns = seen, now_ns
+            self._seen, self._since_ns = seen, time.monotonic_ns()
         return len(seen) if not seen or now_ns - self._since_ns >= _QUIET_NS else None
 
 

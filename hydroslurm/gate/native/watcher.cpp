@@ -452,16 +452,16 @@ ParkCheck Watcher::check_threads() {
 }
 
 void Watcher::check_sleeper(pid_t tid, ParkCheck &check) {
+    const int64_t now = mono_ns(); /* before the look: this thread may lose its processor between the two */
     const Activity activity = thread_activity(tid);
     if (activity.state == Activity::GONE) return;
-    const int64_t now = mono_ns();
     Look &first = looks_[tid];
     const int64_t age = now - first.at_ns;
     if (activity.state != Activity::ASLEEP) {
         first = Look{};
         check.parked = false;
     } else if (first.at_ns == 0 || first.ran != activity.ran || age > kLookMax_ns) {
-        first = Look{now, activity.ran};
+        first = Look{mono_ns(), activity.ran};
         check.parked = false;
     } else if (age < kLookMin_ns) {
         check.parked = false;
