@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -141,12 +142,17 @@ def test_a_sleeping_main_thread_is_quiet_and_late_when_it_comes(tmp_path: Path) 
 
 def test_it_parks_inside_a_backward(gate: HooksGate) -> None:
     """A pause that is asked for during a long backward is held at the next module in it."""
+
+    def busy_until_closed() -> None:
+        while not gate.status().armed:
+            os.sched_yield()  # a thread that sleeps would be quiet
+
     gate.start([])
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
     out = model(torch.ones(2, 4, requires_grad=True))
     # asked for from inside the backward, by the gradient's own hook
     out.register_hook(lambda _: gate.request(Action.PAUSE, Cause.API))
-    out.register_hook(lambda _: wait_until(lambda: gate.status().armed, "closed"))
+    out.register_hook(lambda _: busy_until_closed())
     thread = threading.Thread(target=out.sum().backward)
     thread.start()
     events = _until(gate, EventKind.PARKED)
