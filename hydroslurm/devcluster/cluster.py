@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -150,10 +150,11 @@ class DevCluster:
             "PATH": search_path(os.environ.get("PATH")),
         }
 
-    def child_environ(self) -> dict[str, str]:
-        """Return a complete environment for a child: this process's, pointed to this cluster,
-        without the variables of another Slurm or of a job in it."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    def child_environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return a complete environment for a child: ``base`` (default: this process's), pointed to
+        this cluster, without the variables of another Slurm or of a job in it."""
+        given = os.environ if base is None else base
+        kept = {name: value for name, value in given.items() if not name.startswith(_FOREIGN)}
         return {**kept, **self.environ()}
 
     def run(

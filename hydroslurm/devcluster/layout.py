@@ -158,13 +158,13 @@ def locked(layout: Layout) -> Iterator[None]:
         os.close(descriptor)
 
 
-def make_link(root: Path) -> Path:
+def make_link(root: Path, *, temporary: Path | None = None) -> Path:
     """Create the private folder with the short name; return the link in it to ``root``.
 
     Raises:
         ClusterError: no temporary folder has a short enough name.
     """
-    candidates = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")]
+    candidates = [temporary or Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")]
     for candidate in candidates:
         longest = len(os.fsencode(candidate)) + len(f"/{_LINK_PREFIX}12345678/{_LINK}/")
         plain = " " not in str(candidate) and os.access(candidate, os.W_OK | os.X_OK)
