@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -164,8 +164,8 @@ class Loader:
     def is_under_way(self) -> bool:
         """Whether an iteration that has a position is not at its end, and the script still has it;
         one that a resumed script is still to make, too."""
-        one = self.current
-        return self.resumes or (one is not None and not one.ended and one.batches() is not None)
+        batches = None if self.current is None else self.current.batches()
+        return self.resumes or (batches is not None and batches.gi_frame is not None)
 
 
 @dataclass(eq=False)
@@ -174,7 +174,7 @@ class Iteration:
 
     Attributes:
         resumes: it goes on where one was saved.
-        may_lead: its batches are trained on. is_held: it has a position. ended: it has no more.
+        may_lead: its batches are trained on. is_held: it has a position.
         batches: what the script has; None once it has it no more.
     """
 
@@ -182,7 +182,6 @@ class Iteration:
     resumes: bool
     may_lead: bool = False
     is_held: bool = False
-    ended: bool = False
     batches: Callable[[], Any] = lambda: None
 
 
@@ -217,11 +216,12 @@ class Loop:
         self._led: list[int] = []  # the epoch, until another one of the same chain() did
         self._handed_out: list[Iteration] = []  # to train on in this step, the first one first
         self._weights: list[torch.Tensor] = []
-        self._told: set[str] = set()
+        self._say = cache(self.run.log)  # each message once
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
-        for number, one in enumerate(one for one in objects if isinstance(one, rng.KINDS)):
-            self.run.session.register(f"generator {number}", one)
+        generators = [one for one in objects if isinstance(one, rng.KINDS)]
+        for number, generator in enumerate(generators):
+            self.run.session.register(f"generator {number}", generator)
         made = self._accelerator.prepare(*objects)
         prepared = list(made) if len(objects) > 1 else [made]
         places = [place for place, one in enumerate(prepared) if _is_loader(one)]
@@ -229,7 +229,6 @@ class Loop:
             raise UsageError("prepare() needs the loader that the training iterates; give it, too")
         self._share(prepared)
         self._models = [one for one in prepared if hasattr(one, "named_buffers")]
-        generators = [one for one in objects if isinstance(one, rng.KINDS)]
         # the script's own, through which its data sets are found: in accelerate's stand ours
         loaders = [one[place] for place in places for one in (objects, prepared)]
         self.run.contents.remember(saved=lambda: [*loaders, *generators])
@@ -305,7 +304,7 @@ class Loop:
 
     def _iterate(self, loader: Loader) -> Iterator[Any]:
         one = Iteration(loader, resumes=loader.resumes)
-        if one.resumes:
+        if one.resumes:  # as it is made: it may be dropped before it begins, and is over then
             loader.resumes, loader.current = False, one
         batches = self._batches(one)
         one.batches = weakref.ref(batches)
@@ -339,7 +338,6 @@ class Loop:
                 yield batch
                 if one in self._handed_out:
                     self._handed_out.remove(one)
-        one.ended = True
 
     def _step(self, one: Iteration, batch: Any) -> Iterator[Any]:
         """The first batch of a step, or of a part of one whose gradients are accumulated."""
@@ -484,11 +482,6 @@ class Loop:
             raise UsageError(f"{message}. To do without: prepare(accelerator, ..., check=False)")
         if self._checks:
             self._say(message)
-
-    def _say(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            self.run.log(message)
 
     # --- the state
     # --------------------------------------------------------------------------------------------

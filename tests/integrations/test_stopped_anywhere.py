@@ -82,7 +82,8 @@ ALWAYS = [
     # which trains with FSDP2 what a Trainer that nobody stops would
     transformers("fsdp2", "step:3@1", 2),
     Row("accelerate_loop.py out --workers 1 --accumulate 2", ACCELERATE, "step:2 step:1"),
-    loaders("zip, the other first"),
+    # behind the last batch of the one that leads, while the other one has some left, too
+    Row("accelerate_loaders.py zip, the other first", ACCELERATE, "step:3 step:3 step:2"),
     loaders("now and then; accumulated, seeded"),
 ]
 SOMETIMES = [
