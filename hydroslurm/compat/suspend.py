@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from dataclasses import dataclass
 from typing import NoReturn
 
 from hydroslurm.core.events import EventKind
@@ -32,14 +31,20 @@ from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.requeue import StopHandler
 
 
-@dataclass
 class _Protocol:
     """State shared by the two calls; one per controller."""
 
-    controller: Controller
-    rank_group: RankGroup
-    stop_handler: StopHandler
-    request: StopRequest | None = None
+    def __init__(self, controller: Controller) -> None:
+        self.controller, self.rank_group = controller, RankGroup(controller)
+        self.stop_handler = StopHandler(
+            Allocation.from_environ(os.environ), controller, self.rank_group, environ=os.environ
+        )
+        self.request: StopRequest | None = None
+        controller.claim_stops(self.stop_handler.note_request)
+        controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
+
+
+_protocol_of = functools.lru_cache(maxsize=1)(_Protocol)
 
 
 def receive_suspend_command() -> bool:
@@ -89,16 +94,6 @@ def _ours() -> _Protocol:
         _warn_of_workers()
         installation.install()
     return _protocol_of(installation.controller())
-
-
-@functools.lru_cache(maxsize=1)
-def _protocol_of(controller: Controller) -> _Protocol:
-    rank_group = RankGroup(controller)
-    allocation = Allocation.from_environ(os.environ)
-    stop_handler = StopHandler(allocation, controller, rank_group, environ=os.environ)
-    controller.claim_stops(stop_handler.note_request)
-    controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
-    return _Protocol(controller, rank_group, stop_handler)
 
 
 def _warn_of_workers() -> None:
