@@ -200,13 +200,6 @@ class TaskGroup:
         self._tasks: list[Task] = []
         self._walk: Callable[[TaskGroup], None] | None = None
 
-    @classmethod
-    def of(cls, function: Callable[[], Any], name: str) -> TaskGroup:
-        """Return a group of one function, by its name."""
-        group = cls(name)
-        Task(function, group=group, name=name)
-        return group
-
     def add(self, task: Task) -> None:
         """Append a task.
 
@@ -249,6 +242,13 @@ class TaskGroup:
 
     def __repr__(self) -> str:
         return f"TaskGroup({self.name!r})"
+
+
+def group_of(function: Callable[[], Any], name: str) -> TaskGroup:
+    """Return a group of one function; both have this name."""
+    group = TaskGroup(name)
+    Task(function, group=group, name=name)
+    return group
 
 
 _GROUPS = (

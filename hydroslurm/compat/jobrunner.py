@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.saver import Saved
 from hydroslurm.checkpoint.store import Checkpoint
-from hydroslurm.compat.job import Client, Job, LocalSession, TaskGroup, TaskOutput
+from hydroslurm.compat.job import Client, Job, LocalSession, TaskGroup, group_of
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.core import rundir
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
@@ -337,7 +337,7 @@ class JobRun:
     def _resume(self) -> bool:
         """Load a checkpoint if there is one; return whether there was."""
         name = "load" if self._retrieved is None else f"load({self._retrieved})"
-        load = TaskGroup.of(self._load, name)
+        load = group_of(self._load, name)
         (resumed,) = load.tasks()[0].outputs()
         if self._retrieved is None and self._newest_committed() is None:
             load()  # may exit: the run has finished, or must not continue
@@ -374,30 +374,25 @@ class JobRun:
 
     def _walk(self, group: TaskGroup) -> None:
         """Call the functions of a group, those of an epoch that have not run."""
-        job, progress = self._job, self._progress
-        signals = job.signal_outputs() if group is job.epoch_group else None
+        job, progress, cursor = self._job, self._progress, self._session.cursor
+        in_epoch = group is job.epoch_group
+        signals = job.signal_outputs()
         for number, task in enumerate(group.tasks()):
-            where = f"the {group.name} group"
-            if signals is not None:
-                where = f"the epoch group, in epoch {self.epoch},"
-                if number < progress.done:
-                    continue
+            if in_epoch and number < progress.done:
+                continue
             self.check_stop()
-            with self._explained(f"{task.name} of {where}"):
+            where = f"epoch group, in epoch {self.epoch}," if in_epoch else f"{group.name} group"
+            with self._explained(f"{task.name} of the {where}"):
                 task(job)
-            if signals is not None:
-                self._end_function(str(number), signals)
-
-    def _end_function(self, place: str, signals: Mapping[str, TaskOutput]) -> None:
-        """One of the epoch is done."""
-        cursor = self._session.cursor
-        if place in signals:
-            self._progress.outputs[place] = signals[place]()
-        cursor.restore_rng()
-        if cursor.step_has_begun:  # it left its loop early, with a batch trained on
-            cursor.count_step()
-        cursor.in_epoch = False  # the next one may iterate over the data again
-        self._progress.done += 1
+            if not in_epoch:
+                continue
+            if (place := str(number)) in signals:
+                progress.outputs[place] = signals[place]()
+            cursor.restore_rng()
+            if cursor.step_has_begun:  # it left its loop early, with a batch trained on
+                cursor.count_step()
+            cursor.in_epoch = False  # the next one may iterate over the data again
+            progress.done += 1
 
     def _agree_to_end(self, ask: Callable[[], bool]) -> None:
         """Agree on whether a stop signal is true: the first rank decides for all."""

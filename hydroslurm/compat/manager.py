@@ -21,7 +21,7 @@ from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.compat.job import Job, TaskGroup, innermost_job
+from hydroslurm.compat.job import Job, TaskGroup, group_of, innermost_job
 from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
@@ -148,7 +148,7 @@ class CheckpointManager:
                 names = tuple(self._store().files_of(checkpoint).shared().state)
             self._blobs = tuple(name for name in names if name != PROGRESS)
 
-        return TaskGroup.of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
+        return group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
 
     def blob_list(self) -> tuple[str, ...]:
         """Return the names of the saved objects.
@@ -167,7 +167,7 @@ class CheckpointManager:
         Running it raises what :meth:`Run.save` does, and UsageError if the epoch already has a
         checkpoint or is not the completed one.
         """
-        return TaskGroup.of(lambda: self._save(epoch), f"save({epoch})")
+        return group_of(lambda: self._save(epoch), f"save({epoch})")
 
     def objects(self) -> Mapping[str, Any]:
         """Return the objects fixed by :meth:`init`, by name."""
@@ -315,8 +315,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
 
 class MultiNodeCheckpointManager(CheckpointManager):
