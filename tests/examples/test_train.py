@@ -16,7 +16,6 @@ from hydroslurm.errors import HydroslurmError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 300
-LONG = pytest.mark.long
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -28,12 +27,13 @@ def start(folder: Path, *options: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environ)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options", "slowly"),
     [
         ("train_run.py", ["--epochs=4", "--log-every=10"], ["--think-s=0.05"]),
-        pytest.param("train_lightning.py", ["--epochs=3"], ["--think-s=0.05"], marks=LONG),
-        pytest.param("train_huggingface.py", ["--epochs=1"], [], marks=LONG),
+        ("train_lightning.py", ["--epochs=3"], ["--think-s=0.05"]),
+        ("train_huggingface.py", ["--epochs=1"], []),
     ],
 )
 def test_stopped_and_started_again(

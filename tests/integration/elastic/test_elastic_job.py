@@ -56,6 +56,7 @@ def test_a_job_lives_through_preemption_scaling_and_its_coordinators_death(
     scene.finish()
 
 
+@pytest.mark.long
 def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """Members that are preempted, or whose rank is killed, are replaced; the others keep their
     jobs, and a failure is charged to the member and the node where it was. Nothing is left."""

@@ -29,6 +29,7 @@ def test_ddp_ends_with_the_same_bits(undisturbed: Result, story: Story) -> None:
         assert not story.training.events_of(rank, EventKind.AGREEMENT_FAILED)
 
 
+@pytest.mark.long
 @pytest.mark.scene("agent")
 def test_fsdp_below_agents_ends_with_the_same_bits(undisturbed: Result, story: Story) -> None:
     """FSDP2 below two agents with two ranks each, of which Slurm signals the agents only where it
