@@ -163,7 +163,8 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     distributed = {key for key, one in shared.items() if is_dtensor(one)}
     still = _frozen_keys(shared, distributed, frozenset(state.frozen))
     plain = {key: one.nbytes for key, one in shared.items() if key not in distributed}
-    writers, mine = _writers(plain, still, world_size), (rank, frozen_part(rank))
+    writers = _writers(plain, still, world_size)
+    mine = (rank, frozen_part(rank)) if still else (rank,)
     pieces: dict[bool, list[Chunk]] = {False: [], True: []}  # whether it is frozen
     tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     shared_tensors, frozen_bytes = dict[str, SharedTensor](), 0

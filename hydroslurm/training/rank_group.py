@@ -140,8 +140,10 @@ class RankGroup:
         Raises:
             CoordinatorLost, AgreementFailed: a rank is gone.
         """
+        if self._client is None:
+            return {self.rank: value}
         self._require_all()
-        return self.peers.agree(self._numbered(topic), value)
+        return self._client.agree(self._numbered(topic), value)
 
     def broken(self) -> RanksError | None:
         """Why the ranks are not together any more, after a collective has failed; None when they
@@ -171,7 +173,8 @@ class RankGroup:
 
     def _require_all(self) -> None:
         """A rank that leaves before all have joined must not wait for those that may never come."""
-        if self._client is not None and not self._client.have_joined:
+        assert self._client is not None
+        if not self._client.have_joined:
             raise AgreementFailed(f"not all {self.world_size} ranks have come")
 
     def _numbered(self, topic: str) -> str:
