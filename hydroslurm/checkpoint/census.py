@@ -574,7 +574,7 @@ class _Walk:
     def _take(self, node: Node, entries: Mapping[Any, Any]) -> None:
         """Sort the entries of an object into values and objects."""
         node = self.nodes.setdefault(node.path, node)  # of a module's variables some are known
-        entries, is_fixed = dict(entries), node.put is _no_put
+        entries = dict(entries)
         others = {
             name: value
             for name, value in entries.items()
@@ -585,8 +585,6 @@ class _Walk:
         for name, value in entries.items():
             if type(value) in FLAT:
                 node.values[name] = value
-                if is_fixed:
-                    node.objects[name] = value
                 continue
             is_known = id(value) in self._seen
             if isinstance(value, rng.KINDS):
