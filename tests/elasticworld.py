@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from hydroslurm.elastic import membership
 from hydroslurm.elastic.coordinator import restored
 from hydroslurm.elastic.folder import CoordinatorOptions
-from hydroslurm.elastic.membership import Membership
+from hydroslurm.elastic.membership import Membership, Transition
 from hydroslurm.elastic.roster import Action, Rank, Record, Refused, Send, Size, Timing
 
 STEP_S = 0.5
@@ -31,6 +32,21 @@ CALM_S = 60.0
 GRACE_S = 30.0
 FASTEST_S = 1e-4
 NOT_MET = {"ok": False, "pause_s": 0.0, "error": "no route to host"}
+
+
+def checked(transition: Transition) -> Transition:
+    """It ends in a phase that the table names."""
+
+    def then(machine: Membership, now_s: float) -> None:
+        transition.then(machine, now_s)
+        assert machine.phase in transition.to, (transition, machine.phase)
+
+    return transition._replace(then=then)
+
+
+membership.TRANSITIONS = {
+    phase: tuple(map(checked, transitions)) for phase, transitions in membership.TRANSITIONS.items()
+}
 
 
 def gathered(members: int, *, min: int = 1, max: int, are_agents: bool = False) -> World:

@@ -49,7 +49,7 @@ def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Ans
     if isinstance(connection, str):
         raise CoordinatorLost(
             f"the coordinator of this run does not answer at {address[0]}:{address[1]}, where it "
-            f"was on {place.get('node')} (job {place.get('job_id')}). It starts anew by itself "
+            f"was on {place.get('node')} (job {place.get('job_id')}). It starts again by itself "
             "unless its job was cancelled; try again in a moment"
         )
     answer, opened = ask_first(

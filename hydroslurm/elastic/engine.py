@@ -50,7 +50,7 @@ class InPlaceEngine:
         self.folder = folder_of(environ)
         if self.folder.options().engine == "restart":
             raise UsageError(
-                "elastic.engine: restart starts ranks anew below `hydroslurm agent`, and this one "
+                "elastic.engine: restart starts ranks again below `hydroslurm agent`, and this one "
                 "was started otherwise"
             )
         self.name = member_name(environ)
@@ -197,7 +197,7 @@ def folder_of(environ: Mapping[str, str]) -> ElasticFolder:
     place = environ.get(ELASTIC_ENV)
     if not place and environ.get(GENERATION_ENV):
         raise UsageError(
-            "`elastic: {engine: restart}` starts the ranks anew at each change, and this script "
+            "`elastic: {engine: restart}` starts the ranks again at each change, and this script "
             "changes in place: say engine: in_place in the job spec, or use hydroslurm.Run"
         )
     if not place:

@@ -91,7 +91,7 @@ class ElasticFolder:
             if self.key_file.stat().st_mode & 0o077:
                 raise RunFolderError(
                     f"{self.key_file} can be read by others, who could take the run over. Remove "
-                    "it, and start the run anew"
+                    "it, and start the run again"
                 )
             key = bytes.fromhex(read_regular(self.key_file, limit_bytes=256).decode())
         except (OSError, ValueError) as error:

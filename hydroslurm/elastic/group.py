@@ -303,7 +303,7 @@ def parallel_modules(things: Iterable[Any]) -> list[DistributedDataParallel]:
                     f"{type(module).__name__} divides its weights over the ranks, and an elastic "
                     "run that changes its size in place has to find them whole on each. Say "
                     "`elastic: {engine: restart}` in the job spec, which saves and starts ranks "
-                    "anew, or use DistributedDataParallel"
+                    "again, or use DistributedDataParallel"
                 )
     return found
 

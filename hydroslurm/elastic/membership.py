@@ -1,17 +1,25 @@
 """Who trains together: the state machine of an elastic run's coordinator. Pure.
 
 Its input is what happened and when; its output is what to send and record. It uses no clock, socket
-or file. A change of generation passes through these phases:
+or file. Events (a message, a lost connection, a passing second) note what is known; what follows
+from it is one table, :data:`TRANSITIONS`, over these phases:
 
+    WAITING    no generation trains; members gather
+    TRAINING   a generation trains
     CALLING    ask every rank of the generation where it can hold next
     HOLDING    all have answered: they train up to the largest step proposed, and hold there
     BREAKING   a rank is gone in the middle of a step: the others drop that step, and hold
+    DECIDING   all hold, or nobody trained: choose what follows, at once
     SAVING     too few would be left: one rank saves before anyone leaves
-    FORMING    all hold; the new generation meets, and newcomers get the state
+    FORMING    the new generation meets, and newcomers get the state
     SUSPENDED  all hold, and wait for more members
+    TAIL       all have trained to the end, and do what follows the training
+    FINISHED   all processes have ended well
+    FAILED     the run cannot go on
 
-After its last step a generation stays together for what follows the training (its *tail*). The run
-has finished once all its processes have ended well; if one has not, others repeat the tail.
+Two events change the phase themselves: a lost rank or a failed collective breaks a generation that
+trains, is called, holds or forms, and the first rank that has trained to the end makes the others
+hold. If a process of the tail has not ended well, others repeat the tail.
 
 A change called while all is well loses nothing: all ranks hold after one step. A change forced by a
 death repeats at most the current step. If ranks are one step ahead (a death may let a collective
@@ -25,9 +33,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydroslurm.elastic.liveness import Liveness
 from hydroslurm.elastic.meetings import FailedMeetings
@@ -50,7 +58,15 @@ from hydroslurm.elastic.roster import (
 CUT_OFF_S = 60.0
 """Added to ``silent_s`` while no other rank is heard either: longer than the 40 s after which the
 connection of a lost node ends."""
-_GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
+_STATES = {
+    Phase.WAITING: "Waiting",
+    Phase.TRAINING: "Running",
+    Phase.SUSPENDED: "Suspended",
+    Phase.TAIL: "Running",
+    Phase.FINISHED: "Succeeded",
+    Phase.FAILED: "Failed",
+}
+"""Words for ``describe``; in all other phases the run is "Resizing"."""
 
 
 class Membership:
@@ -92,19 +108,17 @@ class Membership:
         self._orders = 0
         self._liveness = Liveness()
         self._ready: set[str] = set()  # members that could join
-        self._may_leave = False  # False: no member is leaving
+        self._leaving: set[str] = set()
         self._absent: set[Rank] = set()
         self._absent_until_s = now_s + self.timing.return_s
         self._actions: list[Action] = []
         self._met: frozenset[str] = frozenset()
         self._changes = change
-        self._gather_until_s: float | None = None
-        self._join_at_s: float | None = None
+        self._due_s = math.inf  # of the transition that waits
         self._begun: tuple[int, int, float] | None = None
         self._tail: set[Rank] | None = None  # ranks still busy with what follows the training
         self._tail_failed: list[str] = []
         self._failed_meetings = FailedMeetings()
-        self._meet_again_s: float | None = None
         for name, local_size in current:
             member = self._add(name, "", local_size, now_s)
             member.ready = set(range(local_size))
@@ -152,7 +166,7 @@ class Membership:
         if generation and not self._may_return(name, generation, holding):
             raise Refused(
                 f"generation {generation} is over, {self.generation} trains: what this rank has "
-                "trained since is not part of the run. Started anew it may join again"
+                "trained since is not part of the run. Started again it may join"
             )
         if not generation and name in self._training:
             if member is not None and rank in self._absent:  # restarted between coordinators
@@ -301,14 +315,7 @@ class Membership:
             self._break(f"the generation could not meet ({rank[0]}: {error})", now_s)
         elif rank in self.change.to_form:
             self.change.to_form.remove(rank)
-            self.change.resumes_behind = step
-            if not self.change.to_form:
-                self._record_generation(pause_s)
-                if not self.are_agents:
-                    self._has_met()
-                ended, self.change = self.change.ended, None
-                if ended:
-                    self._begin(Phase.HOLDING, "nothing to train", now_s).arrivals = ended
+            self.change.resumes_behind, self.change.pause_s = step, pause_s
         return self._settled(now_s)
 
     def done(self, rank: Rank, now_s: float) -> list[Action]:
@@ -329,14 +336,14 @@ class Membership:
         """A member announces that it has to leave."""
         member = self._heard(rank, now_s)
         if member is not None and not member.leaving:
-            member.leaving, self._may_leave = reason or "asked to", True
+            self._mark(member, reason or "asked to")
             self._record("leaving", member=member.id, node=member.node, reason=member.leaving)
         return self._settled(now_s)
 
     def lost(self, rank: Rank, now_s: float, *, fault: str = "") -> list[Action]:
         """A rank's connection has ended; ``fault``: our own fault that ended it."""
         if fault and (member := self.members.get(rank[0])) is not None:
-            member.leaving = member.leaving or fault  # not a failure of the member
+            self._mark(member, fault)  # not a failure of the member
         self._lost(rank, now_s, why=fault or CONNECTION_ENDED)
         return self._settled(now_s)
 
@@ -397,8 +404,7 @@ class Membership:
         self.size = replace(self.size, wanted=size)
         self._record("wanted", size=size, by=by)
         for name in leave:
-            self._may_leave = True
-            self.members[name].leaving = self.members[name].leaving or "asked to leave"
+            self._mark(self.members[name], "asked to leave")
         return self._settled(now_s)
 
     def tick(self, now_s: float) -> list[Action]:
@@ -431,11 +437,22 @@ class Membership:
 
     def due_s(self) -> float:
         """When :meth:`tick` is due, besides once a second."""
-        waits_s = (self._gather_until_s, self._join_at_s, self._meet_again_s)
-        return min((due_s for due_s in waits_s if due_s is not None), default=math.inf)
+        return self._due_s
 
     # --- state
     # --------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        if self.finished:
+            return Phase.FINISHED
+        if self.gave_up:
+            return Phase.FAILED
+        if self._tail is not None:
+            return Phase.TAIL
+        if self.change is not None:
+            return self.change.phase
+        return Phase.TRAINING if self.current else Phase.WAITING
 
     @property
     def is_in_tail(self) -> bool:
@@ -445,15 +462,9 @@ class Membership:
     @property
     def state(self) -> str:
         """The run's state in one word, for ``describe``."""
-        if self.finished:
-            return "Succeeded"
-        if self.gave_up:
-            return "Failed"
-        if self.change is not None and self.change.phase is not Phase.SUSPENDED:
-            return "Resizing"
-        if self.current and self.change is None:
-            return "Running"
-        return "Suspended" if self.generation else "Waiting"
+        if self.phase is Phase.WAITING and self.generation:
+            return "Suspended"
+        return _STATES.get(self.phase, "Resizing")
 
     @property
     def current(self) -> tuple[str, ...]:
@@ -478,20 +489,32 @@ class Membership:
     # --- the current change
     # --------------------------------------------------------------------------------------------
 
-    def _forget(self, member: MemberState) -> None:
-        self.current = tuple(name for name in self.current if name != member.id)
-        change = self.change
-        if change is not None:
-            change.lost.append(member.id)
-            for rank in member.ranks:
-                change.arrivals.pop(rank, None)
-                change.to_form.discard(rank)
-            if change.saver is not None and change.saver[0] == member.id:
-                change.saver = None
+    def _settled(self, now_s: float) -> list[Action]:
+        """Make all transitions that are due; return the actions."""
+        while (transition := self._next(now_s)) is not None:
+            transition.then(self, now_s)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _next(self, now_s: float) -> Transition | None:
+        for transition in TRANSITIONS[self.phase]:
+            if transition.when(self):
+                self._due_s = min(self._due_s, now_s + transition.after_s(self, now_s))
+                if now_s < self._due_s:
+                    return None
+                self._due_s = math.inf
+                return transition
+        self._due_s = math.inf
+        return None
 
     def _begin(self, phase: Phase, cause: str, now_s: float) -> Change:
         self._changes += 1
         self.change = Change(self._changes, phase, now_s, cause, self.current)
+        return self.change
+
+    @property
+    def _current_change(self) -> Change:
+        assert self.change is not None
         return self.change
 
     def _is_now(self, change: int, phase: Phase) -> bool:
@@ -510,7 +533,7 @@ class Membership:
             change.lost, change.steps_lost = before.lost, before.steps_lost
         else:
             change.phase, change.cause = Phase.BREAKING, cause
-        change.culprit = culprit
+        change.culprit, change.is_whole = culprit, False
         for rank in self._present_ranks():
             self._abort(rank)
 
@@ -519,134 +542,172 @@ class Membership:
         number, culprit = (change.number, change.culprit) if change is not None else (0, "")
         self._send(rank, "abort", change=number, generation=self.generation, culprit=culprit)
 
-    def _settled(self, now_s: float) -> list[Action]:
-        """Advance as far as possible; return the actions."""
-        while self._advance(now_s):
-            pass
-        actions, self._actions = self._actions, []
-        return actions
-
-    def _advance(self, now_s: float) -> bool:
+    def _forget(self, member: MemberState) -> None:
+        """Go on without this member of the generation, in whose change it is lost."""
+        self.current = tuple(name for name in self.current if name != member.id)
         change = self.change
-        if self.finished or self.gave_up:
-            return False
-        if self._tail is not None:
-            return self._settle_tail()
-        if change is None:
-            return self._may_begin(now_s)
-        if not self._count_ranks() and change.phase is not Phase.FORMING:
-            self.change, self.current = None, ()  # nobody is left: ready members start over
-            return True
-        answered = len(change.arrivals)
-        if change.phase is Phase.CALLING:
-            answered += len(change.proposals)
-        if change.phase in _GATHERING and answered < self._count_ranks():
-            return False  # count first: checking each rank at each message makes a change O(n²)
-        ranks = self._present_ranks() if change.phase in (*_GATHERING, Phase.SAVING) else []
-        if change.phase is Phase.CALLING and all(
-            rank in change.proposals or rank in change.arrivals for rank in ranks
-        ):
-            at = max([*change.proposals.values(), *(a.step for a in change.arrivals.values())])
-            change.phase = Phase.HOLDING
-            for rank in ranks:
-                self._send(rank, "hold_at", change=change.number, step=at)
-            return True
-        if change.phase in (Phase.HOLDING, Phase.BREAKING) and all(
-            rank in change.arrivals for rank in ranks
-        ):
-            return self._meet_again(change, ranks, now_s)
-        if change.phase is Phase.SAVING:
-            if change.saved:
-                return self._form(change)
-            if change.saver is None:
-                return self._all_hold(change, ranks)
-            return False
-        if change.phase is Phase.SUSPENDED:
-            return self._resume(change)
-        if change.phase is Phase.FORMING and not change.to_form:
-            self.change, self.current = None, ()
-            return True
-        return False
+        if change is not None:
+            change.lost.append(member.id)
+            change.is_whole = False
+            for rank in member.ranks:
+                change.arrivals.pop(rank, None)
+                change.to_form.discard(rank)
+            if change.saver is not None and change.saver[0] == member.id:
+                change.saver = None
 
-    def _may_begin(self, now_s: float) -> bool:
-        """Begin a change if one is due, while the generation trains or none does."""
-        if not self.current:
-            return self._first(now_s)
-        if self._absent:
-            return False  # a new coordinator hears every rank first
-        self._mark_surplus()
-        leaving = [m.id for m in self._leavers() if m.id in self._training]
-        if leaving:
-            reasons = ", ".join(f"{name}: {self.members[name].leaving}" for name in leaving)
-            self._call(f"leave ({reasons})", now_s)
-            return True
-        if not self._ready or len(self.current) >= self.size.wanted:
-            self._join_at_s = None
-            return False
-        if self._join_at_s is None:
-            self._join_at_s = now_s + self.timing.join_s
-        if now_s < self._join_at_s:
-            return False
-        self._join_at_s = None
-        joining = self._newcomers()
-        if joining:
-            self._call(f"join ({', '.join(m.id for m in joining)})", now_s)
-        return bool(joining)
+    # --- transitions: whether one is due. Count first where each rank counts: checking all ranks at
+    # each message makes a change O(n²)
+    # --------------------------------------------------------------------------------------------
 
-    def _first(self, now_s: float) -> bool:
-        """Begin the first generation once enough members are ready; wait briefly for the rest."""
-        for member in self._leavers():
+    def _nobody_is_left(self) -> bool:
+        return not self._count_ranks()
+
+    def _idle_leave(self) -> bool:
+        return not self._leaving <= self._training
+
+    def _enough_are_ready(self) -> bool:
+        return len(self._ready) >= self.size.min
+
+    def _too_many_train(self) -> bool:
+        return len(self.current) > self.size.wanted and len(self._staying()) > self.size.wanted
+
+    def _some_leave(self) -> bool:
+        # a new coordinator hears every rank first
+        return not self._leaving.isdisjoint(self.current) and not self._absent
+
+    def _some_can_join(self) -> bool:
+        has_room = bool(self._ready) and len(self.current) < self.size.wanted
+        return has_room and not self._absent and bool(self._newcomers())
+
+    def _all_have_answered(self) -> bool:
+        proposals, arrivals = self._current_change.proposals, self._current_change.arrivals
+        return len(proposals) + len(arrivals) >= self._count_ranks() and all(
+            rank in proposals or rank in arrivals for rank in self._present_ranks()
+        )
+
+    def _all_hold(self) -> bool:
+        arrivals = self._current_change.arrivals
+        return len(arrivals) >= self._count_ranks() and all(
+            rank in arrivals for rank in self._present_ranks()
+        )
+
+    def _some_are_blamed(self) -> bool:
+        return bool(self._blamed())
+
+    def _all_have_trained(self) -> bool:
+        arrivals = self._current_change.arrivals.values()
+        if not all(a.final for a in arrivals) or len({a.step for a in arrivals}) != 1:
+            return False
+        # a broken group, or one whose members leave, cannot do what follows
+        return self.are_agents or (
+            self._current_change.is_whole and self._leaving.isdisjoint(self.current)
+        )
+
+    def _must_save(self) -> bool:
+        change, staying = self._current_change, self._staying()
+        goes_below = len(staying) < len(self.current) and len(staying) < self.size.min
+        is_last = goes_below or self._failed_meetings.are_too_many
+        return is_last and not change.saved and change.newest is not None
+
+    def _is_saved(self) -> bool:
+        return self._current_change.saved
+
+    def _saver_is_gone(self) -> bool:
+        return self._current_change.saver is None
+
+    def _can_never_meet(self) -> bool:
+        return self._failed_meetings.are_too_many
+
+    def _are_enough(self) -> bool:
+        return len(self._together()) >= self.size.min
+
+    def _all_have_met(self) -> bool:
+        return not self._current_change.to_form
+
+    def _tail_is_over(self) -> bool:
+        return not self._tail
+
+    def _tail_has_failed(self) -> bool:
+        return not self._tail and bool(self._tail_failed)
+
+    def _always(self) -> bool:
+        return True
+
+    # --- transitions: how long that must have been so
+    # --------------------------------------------------------------------------------------------
+
+    def _at_once(self, _: float) -> float:
+        return 0.0
+
+    def _others_may_come_s(self, _: float) -> float:
+        return 0.0 if len(self._ready) >= self.size.wanted else self.timing.gather_s
+
+    def _others_may_join_s(self, _: float) -> float:
+        return self.timing.join_s
+
+    def _until_next_meeting_s(self, now_s: float) -> float:
+        return max(0.0, self._failed_meetings.due_s - now_s)
+
+    # --- transitions: what is done
+    # --------------------------------------------------------------------------------------------
+
+    def _see_off(self, _: float) -> None:
+        """Let the leaving members go that do not train."""
+        for member in self._in_joining_order(self._leaving - self._training):
             self._depart(member)
-        if len(self._ready) < self.size.min:
-            self._gather_until_s = None
-            return False
-        if len(self._ready) < self.size.wanted:
-            if self._gather_until_s is None:
-                self._gather_until_s = now_s + self.timing.gather_s
-            if now_s < self._gather_until_s:
-                return False
-        self._gather_until_s = None
-        change = self._begin(Phase.FORMING, "start", now_s)
-        return self._form(change)
+
+    def _start(self, now_s: float) -> None:
+        self._begin(Phase.DECIDING, "start", now_s)
+
+    def _mark_surplus(self, _: float) -> None:
+        """Mark the newest members as leaving."""
+        for name in reversed(self._staying()[self.size.wanted :]):
+            self._mark(self.members[name], f"{self.size.wanted} members are wanted")
+
+    def _call_to_leave(self, now_s: float) -> None:
+        leaving = self._in_joining_order(self._leaving & self._training)
+        self._call(f"leave ({', '.join(f'{m.id}: {m.leaving}' for m in leaving)})", now_s)
+
+    def _call_to_join(self, now_s: float) -> None:
+        self._call(f"join ({', '.join(m.id for m in self._newcomers())})", now_s)
 
     def _call(self, cause: str, now_s: float) -> None:
         change = self._begin(Phase.CALLING, cause, now_s)
         for rank in self._present_ranks():
             self._send(rank, "hold", change=change.number)
 
-    def _meet_again(self, change: Change, ranks: list[Rank], now_s: float) -> bool:
-        """Form again once all hold: after failed meetings wait a while, and leave out the members
-        that seem to be the cause."""
-        failed = self._failed_meetings
-        self._meet_again_s = failed.due_s if now_s < failed.due_s else None
-        if self._meet_again_s is not None:
-            return False
-        blamed: list[str] = []
-        if failed.leave_newcomers_out:
-            new = [
-                name
-                for name in self.current
-                if name not in self._met
-                and all(change.arrivals[rank].step < 0 for rank in self.members[name].ranks)
-            ]
-            blamed = failed.blamed(self.current, new)
-        for name in blamed:
-            self._expel(self.members[name], str(failed))
-        return bool(blamed) or self._all_hold(change, ranks)
+    def _hold(self, _: float) -> None:
+        change = self._current_change
+        at = max([*change.proposals.values(), *(a.step for a in change.arrivals.values())])
+        change.phase = Phase.HOLDING
+        for rank in self._present_ranks():
+            self._send(rank, "hold_at", change=change.number, step=at)
 
-    def _has_met(self) -> None:
-        """Note that this generation has met: earlier failures no longer count."""
-        self._failed_meetings.forget()
-        self._met = self._training
+    def _decide(self, _: float) -> None:
+        change = self._current_change
+        change.phase = Phase.DECIDING
+        steps = {a.step for a in change.arrivals.values()}
+        if any(a.failed for a in change.arrivals.values()) and len(steps) == 1 and min(steps) >= 0:
+            change.steps_lost = 1
 
-    def _expel(self, member: MemberState, why: str) -> None:
-        """Remove a member as failed; the others go on without it."""
-        reason = f"the others are to meet without this member, for {why}"
-        self._record("failure", member=member.id, node=member.node, reason=reason)
-        self._dismiss(member, reason, failed=True)
-        self._forget(member)
+    def _expel(self, _: float) -> None:
+        """Remove members as failed; the others go on without them."""
+        why = str(self._failed_meetings)
+        for member in [self.members[name] for name in self._blamed()]:
+            reason = f"the others are to meet without this member, for {why}"
+            self._record("failure", member=member.id, node=member.node, reason=reason)
+            self._dismiss(member, reason, failed=True)
+            self._forget(member)
 
-    def _give_up(self) -> None:
+    def _save(self, _: float) -> None:
+        change = self._current_change
+        change.phase = Phase.SAVING
+        change.saver = next(
+            rank for rank in self._present_ranks() if change.arrivals[rank].step == change.newest
+        )
+        self._send(change.saver, "save", change=change.number)
+
+    def _give_up(self, _: float) -> None:
         """End a run that cannot go on."""
         self.gave_up = str(self._failed_meetings)
         self._record("gave_up", reason=self.gave_up)
@@ -654,73 +715,35 @@ class Membership:
             self._dismiss(member, self.gave_up, failed=True)
         self.change, self.current = None, ()
 
-    def _all_hold(self, change: Change, ranks: list[Rank]) -> bool:
-        """Decide, once all hold: train on, save, or end."""
-        arrivals = [change.arrivals[rank] for rank in ranks]
-        steps = {a.step for a in arrivals}
-        # a broken group, or one whose members leave, cannot do what follows
-        is_whole = change.phase is Phase.HOLDING and not any(
-            self.members[name].leaving for name in self.current
-        )
-        if all(a.final for a in arrivals) and len(steps) == 1 and (is_whole or self.are_agents):
-            self._end_training(max(steps.pop(), self.step))
-            return False
-        if any(a.failed for a in arrivals) and max(steps) == min(steps) >= 0:
-            change.steps_lost = 1
-        self._mark_surplus()
-        staying = [name for name in self.current if not self.members[name].leaving]
-        newest = max(steps)
-        goes_below = len(staying) < len(self.current) and len(staying) < self.size.min
-        is_last = goes_below or self._failed_meetings.are_too_many
-        if is_last and newest >= 0 and not change.saved:
-            change.phase = Phase.SAVING
-            change.saver = next(r for r in ranks if change.arrivals[r].step == newest)
-            self._send(change.saver, "save", change=change.number)
-            return True
-        return self._form(change)
+    def _suspend(self, _: float) -> None:
+        """Wait for more members."""
+        change = self._current_change
+        self._part(self._remaining())
+        change.phase = Phase.SUSPENDED
+        self._record("suspended", members=list(self.current), min=self.size.min)
+        for rank in self._present_ranks():
+            self._send(rank, "wait", change=change.number)
 
-    def _form(self, change: Change) -> bool:
-        """Choose the new generation, or wait for more members."""
-        if self._failed_meetings.are_too_many:
-            self._give_up()
-            return False
+    def _let_go(self, _: float) -> None:
+        self._part(self._staying())
+
+    def _disband(self, _: float) -> None:
+        """Nobody is left: ready members start over."""
+        self.change, self.current = None, ()
+
+    def _form(self, _: float) -> None:
+        """Have the new generation meet."""
+        change, together = self._current_change, self._together()
+        before = frozenset(self.current)
+        self._part(self._remaining())
         held = {rank: a.step for rank, a in change.arrivals.items() if a.step >= 0}
-        newest = max(held.values(), default=None)
-        staying = [name for name in self.current if not self.members[name].leaving]
-        has_state = [
-            name
-            for name in staying
-            if any(held.get(rank) == newest for rank in self.members[name].ranks)
-        ]
-        if staying and not has_state:  # only leaving members have the newest state: they send it
-            staying = list(self.current)
-        else:
-            self._part(change)
-        are_alone = self._failed_meetings.leave_newcomers_out and len(staying) >= self.size.min
-        joining = [] if are_alone else self._newcomers()
-        together = _in_order(change.order, staying, [member.id for member in joining])
-        if len(together) < self.size.min:
-            if change.phase is not Phase.SUSPENDED:
-                change.phase = Phase.SUSPENDED
-                self._record("suspended", members=list(staying), min=self.size.min)
-                for rank in self._present_ranks():
-                    self._send(rank, "wait", change=change.number)
-            if not staying:
-                self.change = None
-            return False
-        self._begin_generation(change, together, held, newest)
-        change.joined += [member.id for member in joining]
-        return True
-
-    def _begin_generation(
-        self, change: Change, together: list[str], held: dict[Rank, int], newest: int | None
-    ) -> None:
+        newest = change.newest
+        change.joined += [name for name in together if name not in before]
         change.phase = Phase.FORMING
         self.generation += 1
         self.current = tuple(together)
         self._liveness.begin_generation()
         self._ready -= self._training
-        self._join_at_s = None
         ranks = self._present_ranks()
         source = next((n for n, rank in enumerate(ranks) if held.get(rank) == newest), 0)
         needs = [n for n, rank in enumerate(ranks) if newest is None or held.get(rank) != newest]
@@ -748,55 +771,8 @@ class Membership:
                 cause=change.cause,
             )
 
-    def _part(self, change: Change) -> None:
-        """Let the generation's leaving members go."""
-        for name in self.current:
-            if self.members[name].leaving:
-                change.left.append(name)
-                self._depart(self.members[name])
-        self.current = tuple(name for name in self.current if name in self.members)
-
-    def _resume(self, change: Change) -> bool:
-        self._part(change)
-        if not self.current:
-            self.change = None
-            return True
-        return self._form(change)
-
-    def _end_training(self, step: int) -> None:
-        """Begin the tail. Agents have done it already: they arrive when their processes end."""
-        self.change, self.step = None, step
-        if self.are_agents:
-            self._finish(step)
-            return
-        self._tail, self._tail_failed = set(self._present_ranks()), []
-        self._record("trained", step=step, generation=self.generation)
-        for rank in self._present_ranks():
-            self._send(rank, "trained", step=step)
-
-    def _settle_tail(self) -> bool:
-        if self._tail:
-            return False
-        if not self._tail_failed:
-            self._finish(self.step)
-            return False
-        for name in self.current:
-            if (member := self.members.get(name)) is not None:
-                self._drop(member)
-        self._tail, self.current = None, ()  # ready members repeat it, from the last save
-        return True
-
-    def _finish(self, step: int) -> None:
-        self.finished = True
-        self.change = None
-        self._record("finished", step=step, generation=self.generation)
-        for member in self.members.values():
-            for rank in member.ranks:
-                self._send(rank, "finished", step=step)
-
-    def _record_generation(self, pause_s: float) -> None:
-        change = self.change
-        assert change is not None
+    def _train(self, now_s: float) -> None:
+        change = self._current_change
         step = max((a.step for a in change.arrivals.values()), default=-1)
         if step < 0 and change.resumes_behind is not None:
             # no rank had the state: the work since the checkpoint, by the last beats, is lost
@@ -813,9 +789,102 @@ class Membership:
             joined=change.joined,
             left=change.left,
             lost=change.lost,
-            pause_s=round(pause_s, 4),
+            pause_s=round(change.pause_s, 4),
             steps_lost=change.steps_lost,
         )
+        if not self.are_agents:
+            self._has_met()
+        self.change = None
+        if change.ended:
+            self._begin(Phase.HOLDING, "nothing to train", now_s).arrivals = change.ended
+
+    def _end_training(self, now_s: float) -> None:
+        """Begin the tail. Agents have done it already: they arrive when their processes end."""
+        self.step = max(self.step, *(a.step for a in self._current_change.arrivals.values()))
+        self.change = None
+        if self.are_agents:
+            self._finish(now_s)
+            return
+        self._tail, self._tail_failed = set(self._present_ranks()), []
+        self._record("trained", step=self.step, generation=self.generation)
+        for rank in self._present_ranks():
+            self._send(rank, "trained", step=self.step)
+
+    def _repeat_tail(self, _: float) -> None:
+        """Ready members repeat the tail, from the last save."""
+        for name in self.current:
+            if (member := self.members.get(name)) is not None:
+                self._drop(member)
+        self._tail, self.current = None, ()
+
+    def _finish(self, _: float) -> None:
+        self.finished = True
+        self._record("finished", step=self.step, generation=self.generation)
+        for member in self.members.values():
+            for rank in member.ranks:
+                self._send(rank, "finished", step=self.step)
+
+    # --- who trains next
+    # --------------------------------------------------------------------------------------------
+
+    def _staying(self) -> list[str]:
+        return [name for name in self.current if name not in self._leaving]
+
+    def _remaining(self) -> list[str]:
+        """Return who of the generation goes on: all, if only leaving members have the newest state,
+        which they send first."""
+        change, staying = self._current_change, self._staying()
+        newest, arrivals = change.newest, change.arrivals
+        has_state = any(
+            rank in arrivals and arrivals[rank].step == newest
+            for name in staying
+            for rank in self.members[name].ranks
+        )
+        return list(self.current) if staying and newest is not None and not has_state else staying
+
+    def _together(self) -> list[str]:
+        """Return the members of the next generation in the order of their ranks."""
+        remaining = self._remaining()
+        is_alone = self._failed_meetings.leave_newcomers_out and len(remaining) >= self.size.min
+        joining = [] if is_alone else self._newcomers()
+        order = self._current_change.order
+        return _in_order(order, remaining, [member.id for member in joining])
+
+    def _newcomers(self) -> list[MemberState]:
+        """Return the members that can join now, in joining order."""
+        ready = self._in_joining_order(self._ready - self._leaving)
+        return ready[: max(0, self.size.wanted - len(self._staying()))]
+
+    def _in_joining_order(self, names: Iterable[str]) -> list[MemberState]:
+        return sorted((self.members[name] for name in names), key=lambda member: member.order)
+
+    def _blamed(self) -> list[str]:
+        """Return the members that seem to be why generations cannot meet."""
+        if not self._failed_meetings.leave_newcomers_out:
+            return []
+        arrivals = self._current_change.arrivals
+        new = [
+            name
+            for name in self.current
+            if name not in self._met
+            and all(arrivals[rank].step < 0 for rank in self.members[name].ranks)
+        ]
+        return self._failed_meetings.blamed(self.current, new)
+
+    def _has_met(self) -> None:
+        """Note that this generation has met: earlier failures no longer count."""
+        self._failed_meetings.forget()
+        self._met = self._training
+
+    def _part(self, remaining: Sequence[str]) -> None:
+        """Let the others of the generation go."""
+        change = self._current_change
+        for member in [self.members[name] for name in self.current if name not in remaining]:
+            change.left.append(member.id)
+            for rank in member.ranks:
+                change.arrivals.pop(rank, None)
+            self._depart(member)
+        self.current = tuple(remaining)
 
     # --- the members
     # --------------------------------------------------------------------------------------------
@@ -842,28 +911,10 @@ class Membership:
             self._rank_count = sum(sizes)
         return self._rank_count
 
-    def _leavers(self) -> list[MemberState]:
-        if not self._may_leave:
-            return []
-        leavers = [member for member in self.members.values() if member.leaving]
-        self._may_leave = bool(leavers)
-        return leavers
-
-    def _mark_surplus(self) -> None:
-        """Mark the newest members as leaving if more train than are wanted."""
-        if len(self.current) <= self.size.wanted:
-            return
-        staying = [name for name in self.current if not self.members[name].leaving]
-        for name in reversed(staying[self.size.wanted :]):
-            self.members[name].leaving = f"{self.size.wanted} members are wanted"
-            self._may_leave = True
-
-    def _newcomers(self) -> list[MemberState]:
-        """Return the members that can join now, in joining order."""
-        staying = sum(not self.members[name].leaving for name in self.current)
-        ready = [self.members[name] for name in self._ready if not self.members[name].leaving]
-        ready.sort(key=lambda member: member.order)
-        return ready[: max(0, self.size.wanted - staying)]
+    def _mark(self, member: MemberState, reason: str) -> None:
+        """Note that a member leaves; its first reason counts."""
+        member.leaving = member.leaving or reason
+        self._leaving.add(member.id)
 
     def _depart(self, member: MemberState) -> None:
         """Send a member away and record it."""
@@ -881,6 +932,7 @@ class Membership:
             self._liveness.forget(rank)
         self.members.pop(member.id, None)
         self._ready.discard(member.id)
+        self._leaving.discard(member.id)
         self._absent -= set(member.ranks)
 
     def _send(self, rank: Rank, kind: str, /, **fields: Any) -> None:
@@ -962,6 +1014,75 @@ class Membership:
             self._tail_failed.append(member.id)
         for other in self._present_ranks():
             self._abort(other)
+
+
+class Transition(NamedTuple):
+    """A change of phase, or a step within one.
+
+    Attributes:
+        when: its condition.
+        then: does it, at this moment.
+        to: phases in which it may end.
+        after_s: for how long the condition must have held.
+    """
+
+    when: Callable[[Membership], bool]
+    then: Callable[[Membership, float], None]
+    to: tuple[Phase, ...]
+    after_s: Callable[[Membership, float], float] = Membership._at_once
+
+
+_M = Membership
+_SEE_OFF = _M._idle_leave, _M._see_off
+_DISBAND = Transition(_M._nobody_is_left, _M._disband, (Phase.WAITING,))
+_ALL_HOLD = _M._all_hold, _M._decide, (Phase.DECIDING,), _M._until_next_meeting_s
+
+TRANSITIONS: Mapping[Phase, tuple[Transition, ...]] = {
+    Phase.WAITING: (
+        Transition(*_SEE_OFF, (Phase.WAITING,)),
+        Transition(_M._enough_are_ready, _M._start, (Phase.DECIDING,), _M._others_may_come_s),
+    ),
+    Phase.TRAINING: (
+        Transition(*_SEE_OFF, (Phase.TRAINING,)),
+        Transition(_M._too_many_train, _M._mark_surplus, (Phase.TRAINING,)),
+        Transition(_M._some_leave, _M._call_to_leave, (Phase.CALLING,)),
+        Transition(_M._some_can_join, _M._call_to_join, (Phase.CALLING,), _M._others_may_join_s),
+    ),
+    Phase.CALLING: (
+        _DISBAND,
+        Transition(_M._all_have_answered, _M._hold, (Phase.HOLDING,)),
+    ),
+    Phase.HOLDING: (_DISBAND, Transition(*_ALL_HOLD)),
+    Phase.BREAKING: (_DISBAND, Transition(*_ALL_HOLD)),
+    Phase.DECIDING: (
+        Transition(_M._some_are_blamed, _M._expel, (Phase.DECIDING,)),
+        Transition(_M._all_have_trained, _M._end_training, (Phase.TAIL, Phase.FINISHED)),
+        Transition(_M._too_many_train, _M._mark_surplus, (Phase.DECIDING,)),
+        Transition(_M._must_save, _M._save, (Phase.SAVING,)),
+        Transition(_M._can_never_meet, _M._give_up, (Phase.FAILED,)),
+        Transition(_M._are_enough, _M._form, (Phase.FORMING,)),
+        Transition(_M._always, _M._suspend, (Phase.SUSPENDED,)),
+    ),
+    Phase.SAVING: (
+        _DISBAND,
+        Transition(_M._is_saved, _M._decide, (Phase.DECIDING,)),
+        Transition(_M._saver_is_gone, _M._decide, (Phase.DECIDING,)),
+    ),
+    Phase.FORMING: (Transition(_M._all_have_met, _M._train, (Phase.TRAINING, Phase.HOLDING)),),
+    Phase.SUSPENDED: (
+        Transition(*_SEE_OFF, (Phase.SUSPENDED,)),
+        Transition(_M._some_leave, _M._let_go, (Phase.SUSPENDED,)),
+        _DISBAND,
+        Transition(_M._are_enough, _M._form, (Phase.FORMING,)),
+    ),
+    Phase.TAIL: (
+        Transition(_M._tail_has_failed, _M._repeat_tail, (Phase.WAITING,)),
+        Transition(_M._tail_is_over, _M._finish, (Phase.FINISHED,)),
+    ),
+    Phase.FINISHED: (),
+    Phase.FAILED: (),
+}
+"""In each phase, the first transition whose condition holds is made; then again, until none is."""
 
 
 def _in_order(order: Sequence[str], staying: Sequence[str], joining: Sequence[str]) -> list[str]:

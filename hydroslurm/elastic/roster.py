@@ -19,14 +19,20 @@ nothing else. A meeting that times out is retried once all hold."""
 
 
 class Phase(enum.Enum):
-    """Phase of a change; see :mod:`hydroslurm.elastic.membership`."""
+    """Phase of a run; see :mod:`hydroslurm.elastic.membership`."""
 
-    CALLING = "calling"
-    HOLDING = "holding"
-    BREAKING = "breaking"
-    SAVING = "saving"
-    FORMING = "forming"
-    SUSPENDED = "suspended"
+    WAITING = enum.auto()
+    TRAINING = enum.auto()
+    CALLING = enum.auto()
+    HOLDING = enum.auto()
+    BREAKING = enum.auto()
+    DECIDING = enum.auto()
+    SAVING = enum.auto()
+    FORMING = enum.auto()
+    SUSPENDED = enum.auto()
+    TAIL = enum.auto()
+    FINISHED = enum.auto()
+    FAILED = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +179,7 @@ class Change:
         to_form: ranks that have not met the forming generation yet.
         ended: ranks of it that had nothing to train, and already hold.
         culprit: member with the first reported failure.
+        is_whole: no rank is lost, and no collective has failed.
         resumes_behind: step after which the formed ranks train on.
     """
 
@@ -186,13 +193,20 @@ class Change:
     to_form: set[Rank] = field(default_factory=set)
     ended: dict[Rank, Arrival] = field(default_factory=dict)
     culprit: str = ""
+    is_whole: bool = True
     lost: list[str] = field(default_factory=list)
     steps_lost: int = 0
     resumes_behind: int | None = None
+    pause_s: float = 0.0
     joined: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     saver: Rank | None = None
     saved: bool = False
+
+    @property
+    def newest(self) -> int | None:
+        """The last step that a rank which holds has trained; None if none has the state."""
+        return max((a.step for a in self.arrivals.values() if a.step >= 0), default=None)
 
 
 class Refused(ValueError):

@@ -75,7 +75,7 @@ class ElasticRank:
             raise UsageError(
                 "this model is sharded (fully_shard), and a Run that changes its size in place has "
                 "one rank save for all: say `elastic: {engine: restart}` in the job spec, which "
-                "saves and starts the ranks anew, or use hydroslurm.elastic.State, which shards "
+                "saves and starts the ranks again, or use hydroslurm.elastic.State, which shards "
                 "within a member, replicates over members, and saves nothing by itself"
             )
         self._engine = InPlaceEngine(environ, things=[model], warn=warning)

@@ -10,7 +10,7 @@ from elasticworld import World, gathered
 
 from hydroslurm.elastic.liveness import Liveness
 from hydroslurm.elastic.membership import Membership
-from hydroslurm.elastic.roster import Close, Record, Refused, Send, Size
+from hydroslurm.elastic.roster import Action, Close, Record, Refused, Send, Size
 
 
 def test_scaling_down_sends_the_newest_away() -> None:
@@ -43,7 +43,7 @@ def test_a_rank_that_lives_and_hangs_is_given_up() -> None:
 
 
 def test_agents_are_told_that_others_wait_for_their_processes() -> None:
-    """They are not given up for it; and processes that are started anew count anew."""
+    """They are not given up for it; and processes that are started again count again."""
     world = gathered(2, max=2)
     membership, now_s = world.membership, world.now_s
     for rank, issued in ((("m1", 0), 41), (("m2", 0), 40)):
@@ -168,6 +168,73 @@ def test_one_that_tells_of_every_failure_is_left_out() -> None:
     assert world.membership.current == ("m1", "m3")
 
 
+def sent(actions: list[Action], kind: str) -> dict[str, dict[str, object]]:
+    """The messages of one type, by the member that gets them."""
+    found = [one for one in actions if isinstance(one, Send)]
+    return {one.to[0]: one.message for one in found if one.message["type"] == kind}
+
+
+def hold(world: World, steps: dict[str, int], **how: bool) -> list[Action]:
+    """These members hold behind these steps."""
+    change = world.membership.change
+    number, told = change.number if change is not None else 0, []
+    for name, step in steps.items():
+        told += world.membership.arrived((name, 0), number, step, world.now_s, **how)
+    return told
+
+
+def test_a_leaving_member_that_alone_has_the_newest_state_sends_it_first() -> None:
+    """Where too few would be left it is saved before, by another one if the first is gone; once it
+    has gone, the run goes on from what the others have."""
+    world = gathered(3, max=3)
+    machine, now_s = world.membership, world.now_s
+    machine.lost(("m3", 0), now_s)
+    machine.leave(("m1", 0), "SIGTERM", now_s)
+    formed = sent(hold(world, {"m1": 5, "m2": 4}), "form")
+    assert [(one["source"], one["needs"]) for one in formed.values()] == [(0, [1])] * 2
+    world = gathered(3, min=3, max=3)
+    machine, now_s = world.membership, world.now_s
+    machine.lost(("m3", 0), now_s)
+    for name in ("m1", "m2"):
+        machine.leave((name, 0), "SIGTERM", now_s)
+    assert list(sent(hold(world, {"m1": 5, "m2": 4}), "save")) == ["m1"]
+    assert list(sent(machine.lost(("m1", 0), now_s), "save")) == ["m2"]
+    assert machine.change is not None
+    assert list(sent(machine.saved(("m2", 0), machine.change.number, now_s), "depart")) == ["m2"]
+    world = gathered(3, min=3, max=3)
+    machine, now_s = world.membership, world.now_s
+    machine.lost(("m3", 0), now_s)
+    machine.leave(("m1", 0), "SIGTERM", now_s)
+    hold(world, {"m1": 5, "m2": 4})
+    assert machine.change is not None
+    told = machine.saved(("m1", 0), machine.change.number, now_s)
+    assert (list(sent(told, "depart")), machine.state) == (["m1"], "Suspended")
+    for name in ("m4", "m5"):
+        machine.join((name, 0), local_size=1, node="", generation=0, holding=False, now_s=now_s)
+        told = machine.ready((name, 0), now_s)
+    assert (sent(told, "form")["m2"]["source"], sent(told, "form")["m2"]["needs"]) == (1, [0, 2])
+
+
+@pytest.mark.parametrize("why", ["leaves", "failed", "lost"])
+def test_no_tail_follows_where_the_group_is_not_whole(why: str) -> None:
+    """All have trained to the end; they meet again first."""
+    world = gathered(3, max=3)
+    machine, now_s = world.membership, world.now_s
+    if why == "lost":
+        machine.lost(("m3", 0), now_s)
+    elif why == "leaves":
+        machine.leave(("m3", 0), "SIGTERM", now_s)
+    names = [name for name in ("m1", "m2", "m3") if name in machine.members]
+    told = hold(world, dict.fromkeys(names, 7), final=True, failed=why == "failed")
+    assert list(sent(told, "form")) == names[: 3 if why == "failed" else 2]
+    assert not machine.is_in_tail
+    change = next(iter(sent(told, "form").values()))["change"]
+    for name in sent(told, "form"):
+        told = machine.formed((name, 0), change, True, 0.1, now_s)
+    (made,) = [one.data for one in told if isinstance(one, Record)]
+    assert made["steps_lost"] == int(why == "failed")
+
+
 def agents_fail(
     world: World, names: Iterable[str], *, of: str, met: bool = False, later: str = ""
 ) -> list[Record]:
@@ -233,7 +300,7 @@ def test_who_has_lost_another_is_not_the_cause() -> None:
 
 
 @pytest.mark.parametrize("met", ["resumed", "beat"])
-def test_agents_that_have_met_begin_the_count_anew(met: str) -> None:
+def test_agents_that_have_met_begin_the_count_again(met: str) -> None:
     """Their processes train, or are behind their first collective."""
     world = gathered(2, max=2, are_agents=True)
     membership, names = world.membership, ("m1", "m2")

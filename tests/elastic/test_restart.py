@@ -1,4 +1,4 @@
-"""Agents whose workers are started anew in each generation, for any script."""
+"""Agents whose workers are started again in each generation, for any script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def story(tmp_path: Path) -> Iterator[RestartStory]:
 
 
 def test_members_leave_join_and_fail(story: RestartStory) -> None:
-    """The workers of all are started anew at each change, with the exact members; a leave and a
+    """The workers of all are started again at each change, with the exact members; a leave and a
     join let them stop by themselves, a death does not; only the member whose worker died leaves,
     with its status. All workers of a generation share what no other generation has."""
     story.start_all("abc")

@@ -24,7 +24,7 @@ from hydroslurm.elastic.roster import Send, Size, Timing
             (10, 1, 0.05, 0.0),
             (3, 2, 2.0, 0.0),
             (6, 1, 2.0, 0.02),
-            (6, 2, 2.0, 0.02),
+            (6, 2, 2.0, 0.01),
         )
     ],
 )
@@ -120,16 +120,19 @@ def _cost_of_changes(members: int) -> tuple[float, float]:
     return statistics.median(seconds), statistics.median(messages)
 
 
-def test_a_spare_is_taken_in_when_more_are_wanted() -> None:
-    """One that has been ready for long joins once there is room, without a word of its own."""
+def test_a_spare_is_taken_in_when_more_are_wanted_and_may_leave() -> None:
+    """One that has been ready for long joins once there is room, without a word of its own; one
+    that leaves is let go at once, and the others train on."""
     membership = Membership(Size(min=1, max=2, wanted=1), Timing(gather_s=0.0, join_s=0.1))
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         rank = (name, 0)
         membership.join(rank, local_size=1, node="", generation=0, holding=False, now_s=0.0)
         membership.ready(rank, 0.0)
     assert membership.change is not None
     membership.formed(("a", 0), membership.change.number, True, 0.0, 1.0)
     assert (membership.current, membership.state) == (("a",), "Running")
+    sent = [one for one in membership.leave(("b", 0), "SIGTERM", 1.5) if isinstance(one, Send)]
+    assert [(one.to, one.message["type"]) for one in sent] == [(("b", 0), "depart")]
     membership.scale(2, [], 2.0)
     assert membership.due_s() <= 2.2
     sent = [one for one in membership.tick(2.2) if isinstance(one, Send)]

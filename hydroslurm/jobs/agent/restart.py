@@ -1,4 +1,4 @@
-"""The restart engine: an agent is a member of an elastic run, and starts its workers anew in each
+"""The restart engine: an agent is a member of an elastic run, and starts its workers again in each
 generation.
 
 For any script that torchrun can start. The coordinator names the exact members of a generation, so
@@ -146,7 +146,7 @@ class Generations(RendezvousHandler):
         return RendezvousStoreInfo(host, int(port))
 
     def num_nodes_waiting(self) -> int:
-        """Whether the workers are to be started anew, which torch does for any positive number."""
+        """Whether the workers are to be started again, which torch does for any positive number."""
         return int(self.pending is not None)
 
     def get_backend(self) -> str:

@@ -106,7 +106,7 @@ def choose_engine(spec: JobSpec) -> tuple[str, str]:
         raise UsageError(
             f"elastic.engine: {asked}, and {name} shards its model ({sharding}), so that no rank "
             "could give its weights to another: say engine: restart, which saves and starts the "
-            "ranks anew, train with DistributedDataParallel, or shard within each member with "
+            "ranks again, train with DistributedDataParallel, or shard within each member with "
             "hydroslurm.elastic.State"
         )
     if asked != "auto":
@@ -313,7 +313,7 @@ def _autoscale_of(job: TrainingJob) -> AutoscalePolicy | None:
 
 
 def coordinator_script(job: TrainingJob, run: RunDir) -> str:
-    """The batch script of the coordinator: one CPU, started anew when it is killed."""
+    """The batch script of the coordinator: one CPU, started again when it is killed."""
     assert job.elastic is not None
     options: dict[str, Any] = {
         **where_of(job),

@@ -233,13 +233,13 @@ def _elastic_sums(elastic: Elastic) -> Iterator[Complaint]:
 
 
 def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
-    """What does not go with ranks that are started anew in each generation."""
+    """What does not go with ranks that are started again in each generation."""
     own = ("elastic",)
     engine = (*own, "engine")
     if elastic.engine == "in_place":
         message = (
             f"{elastic.engine} keeps the processes, and torchrunConfig.enable has agents that "
-            "start them anew; say engine: restart, or leave torchrunConfig out and give the ranks "
+            "start them again; say engine: restart, or leave torchrunConfig out and give the ranks "
             "of a member as resources.tasks"
         )
         yield Complaint(engine, message, (_ENABLE,))
@@ -258,7 +258,7 @@ def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
         given = f"{value}: " if isinstance(value, str) else ""
         message = (
             f"{given}only engine: in_place sees to that, between two steps of a hydroslurm.Run; "
-            "with engine: restart the ranks are started anew, and each keeps its own batch size. "
+            "with engine: restart the ranks are started again, and each keeps its own batch size. "
             "Leave it out, or say engine: in_place"
         )
         yield Complaint((*own, name), message, (engine, _ENABLE))

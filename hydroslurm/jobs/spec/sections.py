@@ -350,7 +350,7 @@ class Elastic(Part):
     Default: 0."""
     engine: Literal["auto", "in_place", "restart"] = "auto"
     """How the ranks form a new generation. in_place: in the same processes, which make their
-    process groups anew. restart: they save and leave, and torchrun's agents start them anew, for
+    process groups anew. restart: they save and leave, and torchrun's agents start them again, for
     any script. auto: restart with torchrunConfig.enable and for scripts that shard their model
     (FSDP), else in_place. Default: auto."""
     base: ElasticBase = Field(default_factory=ElasticBase)
@@ -361,7 +361,7 @@ class Elastic(Part):
     """A node on which so many members have failed gets no more of them. [failures] Default: 2."""
 
     def of_agents(self) -> Elastic:
-        """With the batches that ranks have which are started anew, unless the spec names others."""
+        """With the batches of ranks that are started again, unless the spec names others."""
         if "batch" in self.model_fields_set:
             return self
         return self.model_copy(update={"batch": "per_rank"})

@@ -1,5 +1,5 @@
 """An elastic job on a real Slurm through all that happens to it, for members that train in place,
-and for those that are agents, which start their ranks anew."""
+and for those that are agents, which start their ranks again."""
 
 from __future__ import annotations
 
