@@ -1,4 +1,5 @@
-"""Autoscaling decisions for elastic runs: rules and observations in, a decision out. Pure.
+"""Autoscaling of elastic runs: what is observed, the decision that follows from it by a job's rules
+(:func:`decide`, pure), and who carries it out.
 
 The terms come from Kubernetes' HorizontalPodAutoscaler and KEDA. A *metric* with a target
 requests a size (size times value over target; the largest request wins), which the queue may lower.
@@ -8,11 +9,22 @@ often and how far the size moves. ``min`` and ``max`` always hold.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from hydroslurm.core.threads import thread
+from hydroslurm.core.trust import user_name
 from hydroslurm.elastic.roster import Size
+from hydroslurm.errors import HydroslurmError
+
+if TYPE_CHECKING:
+    from hydroslurm.elastic.coordinator import Coordinator
+    from hydroslurm.elastic.folder import ElasticFolder
 
 UTILIZATIONS = ("cpu", "memory", "gpu")
 
@@ -168,3 +180,85 @@ def _changed_s(history: Sequence[Observation]) -> float | None:
         if before.wanted != after.wanted:
             return after.moment_s
     return None
+
+
+class Autoscaler:
+    """Observes the run every ``observe_s`` of its timing, from the coordinator's thread.
+
+    A separate thread asks Slurm, since a slurmctld that hangs must not block the coordinator.
+    The answer counts in the next observation.
+    """
+
+    def __init__(
+        self, folder: ElasticFolder, policy: AutoscalePolicy, coordinator: Coordinator
+    ) -> None:
+        self._folder = folder
+        self._policy = policy
+        self._coordinator = coordinator
+        self._history: list[Observation] = []
+        self._absences = 0
+        self._due_s = 0.0
+        self._pending_jobs: int | None = None
+        self._asking: threading.Thread | None = None
+        self._recorded = ""
+
+    def tick(self, now_s: float) -> None:
+        """Observe and decide if it is time; ``now_s``: monotonic."""
+        if now_s < self._due_s:
+            return
+        if self._absences != self._coordinator.clock.absences:
+            self._absences = self._coordinator.clock.absences
+            self._history.clear()  # the observations may be hours old
+        self._due_s = now_s + self._coordinator.membership.timing.observe_s
+        self._history.append(self.observe(now_s))
+        self._ask_slurm()
+        begin_s = now_s - self._policy.history_s
+        # keep an older one: it shows that the longest window was observed in full
+        while len(self._history) > 1 and self._history[1].moment_s <= begin_s:
+            del self._history[0]
+        if self._coordinator.membership.state == "Running":
+            self._decide(now_s)
+
+    def observe(self, now_s: float) -> Observation:
+        """Observe the run and its partition. Step times count only while it trains."""
+        status, pending_jobs = self._coordinator.status(), self._pending_jobs
+        self._pending_jobs = None  # use an answer once: an old one misleads
+        samples = [beat["use"] for beat in self._coordinator.beats.values()]
+        known = {name: [use[name] for use in samples if name in use] for name in UTILIZATIONS}
+        means = {name: sum(values) / len(values) for name, values in known.items() if values}
+        return Observation(
+            moment_s=now_s,
+            size=status["size"],
+            wanted=status["wanted"],
+            step_s=(status["step_s"] or None) if status["state"] == "Running" else None,
+            pending_jobs=pending_jobs,
+            **means,
+        )
+
+    def _decide(self, now_s: float) -> None:
+        membership = self._coordinator.membership
+        decision = decide(self._policy, membership.size, self._history)
+        if decision.size == membership.size.wanted:
+            return
+        if not self._policy.dry_run:
+            by = f"autoscaler: {decision.reason}"
+            self._coordinator.act(membership.scale(decision.size, (), now_s, by=by))
+        elif self._recorded != (decision_text := f"{decision.size}: {decision.reason}"):
+            with contextlib.suppress(OSError):  # disk full: the next observation records it
+                self._folder.record("dry_run", {"size": decision.size, "reason": decision.reason})
+                self._recorded = decision_text  # once, not at every observation
+
+    def _ask_slurm(self) -> None:
+        partition = self._policy.partition or os.environ.get("SLURM_JOB_PARTITION", "")
+        if self._policy.queue_length is None or not partition:
+            return
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = thread(self._ask, partition, name="hydroslurm-queue")
+            self._asking.start()
+
+    def _ask(self, partition: str) -> None:
+        from hydroslurm.slurm.client import open_client
+
+        with contextlib.suppress(HydroslurmError):  # unknown: the queue then lowers nothing
+            client = open_client()
+            self._pending_jobs = client.pending_jobs(partition, without_user=user_name())

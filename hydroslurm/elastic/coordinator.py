@@ -26,7 +26,7 @@ from hydroslurm.coordination.server import (
 )
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.threads import say
-from hydroslurm.elastic.autoscaler import Autoscaler
+from hydroslurm.elastic.autoscale import Autoscaler
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.membership import Membership
 from hydroslurm.elastic.messages import check_from_rank

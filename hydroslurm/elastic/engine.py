@@ -1,10 +1,14 @@
-"""In-place training: one rank's member, process group and gradient sum."""
+"""The in-place engine: one rank obeys the coordinator, between two steps of one process.
+
+It has the rank's member, process group and gradient sum. What is trained has its owner: the rank of
+a :class:`hydroslurm.Run`, or a :class:`~hydroslurm.elastic.state.State` in Horovod's form.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,9 +20,9 @@ from hydroslurm.elastic.folder import ElasticFolder, member_name
 from hydroslurm.elastic.group import GenerationGroup, backend_of_script, parallel_modules, rebuild
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
-from hydroslurm.elastic.roster import Depart, Form
+from hydroslurm.elastic.roster import Average, Depart, Directive, Finished, Form
 from hydroslurm.elastic.sharded import Shards, sharded_modules
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import RanksError, UsageError
 
 LEAVE_S = 20.0
 """How long a training thread has to react once the others have gone on without it."""
@@ -28,6 +32,7 @@ class InPlaceEngine:
     """Changes the size between two steps, within the same process.
 
     Attributes:
+        is_done: all have trained to the end.
         is_paused: whether this rank is paused on purpose; the others must not give it up.
         shares_buffers: a forward starts from rank 0's buffers; all ranks have equally many.
         failed: a collective of the current step failed; its gradients are invalid.
@@ -35,14 +40,30 @@ class InPlaceEngine:
     """
 
     def __init__(
-        self, environ: Mapping[str, str], *, things: Iterable[Any], warn: Callable[[str], None]
+        self,
+        environ: Mapping[str, str],
+        *,
+        things: Iterable[Any],
+        warn: Callable[[str], None],
+        stop: Callable[[], bool],
+        meet: Callable[[Form], int],
+        resume: Callable[[Form], None],
+        save: Callable[[], None],
+        leave: Callable[[Depart], NoReturn],
     ) -> None:
         """
         Args:
             things: objects in or around which a DistributedDataParallel is, or models of
                 ``fully_shard``.
+            stop: whether this rank has been asked to stop, and is to leave the others.
+            meet: meets the others of a generation, gives or gets the state, and prepares to train;
+                returns the step after which all train on. A RanksError: the others cannot be
+                reached, or one has sent something unusable.
+            resume: trains on in the generation that has met.
+            save: saves, if that is possible: too few members can go on.
+            leave: ends, as the others go on without this rank.
 
-                Raises:
+        Raises:
             UsageError: this process has no elastic run, its run restarts ranks, or its model is
                 sharded over other ranks than those of its member.
         """
@@ -56,8 +77,9 @@ class InPlaceEngine:
         self.name = member_name(environ)
         self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
         self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
-        self.failed = False
-        self._warn = warn
+        self.failed = self.is_done = False
+        self._warn, self._stop = warn, stop
+        self._meet, self._resume, self._save, self._leave = meet, resume, save, leave
         self.is_paused: Callable[[], bool] = lambda: False
         self.modules = parallel_modules(things)
         sharded = sharded_modules(things)
@@ -83,6 +105,63 @@ class InPlaceEngine:
             self.shards.sum_by(lambda shard: self.sum.average_shard(shard, self.group.replicas))
         self.shares_buffers = True
         self._watched: list[DistributedDataParallel] = []
+
+    # --- what the coordinator says
+
+    def begin(self) -> None:
+        """Join the run, and wait until this rank trains, or the run is done."""
+        self.member.start()
+        self._obey(self.member.begin(stop=self._stop))
+
+    def safe_point(
+        self, step: int, *, average: Callable[[], None] | None = None, **how: bool
+    ) -> bool:
+        """Let the members change after this step, and return whether they did.
+
+        Args:
+            average: makes this rank's weights equal to the others', if they are not.
+            how: as for :meth:`Member.safe_point`.
+        """
+        stop, is_equal = self._stop, average is None
+        directive = self.member.safe_point(step, equal=is_equal, stop=stop, **how)
+        if isinstance(directive, Average):
+            assert average is not None
+            average()  # now, and not at the next multiple: a suspend leaves two seconds
+            directive = self.member.safe_point(step, stop=stop)
+        if directive is None or isinstance(directive, Average):
+            return False
+        self._obey(directive)
+        return True
+
+    def _obey(self, directive: Directive) -> None:
+        """Do what the coordinator says, until this rank trains, or is done."""
+        while True:
+            if isinstance(directive, Form):
+                if self._has_met(directive):
+                    return
+            elif isinstance(directive, Finished):
+                self.is_done = True
+                return
+            elif isinstance(directive, Depart):
+                self._leave(directive)
+            else:
+                self._save()
+                self.member.saved(directive)
+            directive = self.member.again(stop=self._stop)
+
+    def _has_met(self, form: Form) -> bool:
+        try:
+            step = self._meet(form)
+        except RanksError as error:
+            self.group.destroy()
+            self._warn(f"generation {form.generation} is not formed: {error}")
+            self.member.formed(form, ok=False, error=str(error))
+            return False
+        self.member.formed(form, ok=True, step=step)
+        self._resume(form)
+        return True
+
+    # --- what is trained together
 
     def prepare(self, form: Form) -> None:
         """Set up all that depends on who trains, once the generation has met.

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 Rule = Literal["none", "linear", "sqrt"]
-RULES: tuple[Rule, ...] = ("none", "linear", "sqrt")
 
 
 def factor_of(rule: Rule, *, ranks: int, full: int) -> float:

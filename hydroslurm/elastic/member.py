@@ -164,7 +164,7 @@ class Member:
         equal: bool = True,
         holds_if_broken: bool = True,
         stop: Callable[[], bool] = lambda: False,
-    ) -> Directive | None:
+    ) -> Directive | Average | None:
         """Report that a step is done. Returns None to go on, after one comparison.
 
         Args:

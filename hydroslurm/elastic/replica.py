@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hydroslurm.elastic.roster import Form
-from hydroslurm.elastic.transfer import pack, unpack
+from hydroslurm.elastic.transfer import hand_over, pack, unpack
 
 TAG = 0x6873
 """Tag of the messages, apart from the script's own."""
@@ -126,21 +126,11 @@ class PeerReplicas:
         """
         if form.fresh or not _is_possible(form):
             return None
-        state = None
+        got = None
         for rank, keeper in _pairs(form):
-            if form.rank == keeper:
-                data = self._copy_of(rank, form.world_size)
-                dist.send(torch.tensor([data.numel()], dtype=torch.int64), dst=rank, tag=TAG)
-                if data.numel():
-                    dist.send(data, dst=rank, tag=TAG)
-            elif form.rank == rank:
-                length = torch.zeros(1, dtype=torch.int64)
-                dist.recv(length, src=keeper, tag=TAG)
-                if int(length):
-                    arrived = torch.empty(int(length), dtype=torch.uint8)
-                    dist.recv(arrived, src=keeper, tag=TAG)
-                    state = unpack(arrived)
-        return state
+            kept = self._copy_of(rank, form.world_size) if form.rank == keeper else None
+            got = hand_over({"own": kept}, source=keeper, needs=[rank], rank=form.rank) or got
+        return None if got is None else got["own"]
 
     def _say_once(self, what: str, message: str) -> None:
         if what not in self._told:
@@ -151,11 +141,11 @@ class PeerReplicas:
     def _keeps(self) -> int:
         return (self._rank - self._distance) % self._world_size
 
-    def _copy_of(self, rank: int, world_size: int) -> torch.Tensor:
+    def _copy_of(self, rank: int, world_size: int) -> Mapping[str, Any] | None:
         kept = self._kept
         if kept is None or (kept.of_rank, kept.world_size) != (rank, world_size):
-            return torch.empty(0, dtype=torch.uint8)
-        return kept.data
+            return None
+        return unpack(kept.data)
 
     def _has_arrived(self, *, within_s: float | None = None) -> bool:
         """Wait for the pending messages; return whether all have come."""

@@ -278,4 +278,4 @@ class Finished:
     """All ranks have trained to the end."""
 
 
-Directive = Form | Save | Average | Depart | Finished
+Directive = Form | Save | Depart | Finished

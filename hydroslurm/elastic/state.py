@@ -30,7 +30,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -48,9 +48,9 @@ from hydroslurm.data.sampler import ResumableSampler
 from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.group import meeting
-from hydroslurm.elastic.roster import Depart, Directive, Finished, Form, Save
+from hydroslurm.elastic.roster import Depart, Form
 from hydroslurm.elastic.transfer import hand_over
-from hydroslurm.errors import RanksError, UnsavableState, UsageError
+from hydroslurm.errors import UnsavableState, UsageError
 from hydroslurm.gate.handlers import kernel_kept
 from hydroslurm.runtime.child_signals import workers_shielded
 
@@ -108,6 +108,11 @@ class State:
             os.environ,
             things=self._objects.values(),
             warn=lambda text: warnings.warn(text, stacklevel=2),
+            stop=lambda: self._stop.is_set(),
+            meet=self._meet,
+            resume=self._resume,
+            save=self._cannot_save,
+            leave=self._depart,
         )
         options = self._engine.folder.options()
         if options.summation == "fixed_order" or options.averaging_every:
@@ -120,7 +125,6 @@ class State:
         """How many commits and checks all ranks have reached: their count of steps; then that
         of the last copy."""
         self._kept_point = 0
-        self._is_done = False
         self._kept: Mapping[str, Any] = {}
         self._accumulation = Accumulation()
         self._used: dict[str, dict[str, Any]] = {}
@@ -189,14 +193,8 @@ class State:
         self._engine.sum.is_sending = False
         if failed:
             self.restore()
-        directive = self._engine.member.safe_point(
-            self._point,
-            failed=failed,
-            holds_if_broken=broken or self._engine.shards is None,
-            stop=self._stop.is_set,
-        )
-        if directive is not None:
-            self._obey(directive)
+        holds_if_broken = broken or self._engine.shards is None
+        if self._engine.safe_point(self._point, failed=failed, holds_if_broken=holds_if_broken):
             raise Resized
 
     def _epoch_now(self) -> int:
@@ -279,56 +277,36 @@ class State:
                     signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
     def _begin(self) -> None:
-        self._engine.member.start()
-        self._obey(self._engine.member.begin(stop=self._stop.is_set))
-        if self._is_done:
+        self._engine.begin()
+        if self._engine.is_done:
             self._engine.close()
             warnings.warn("this run has finished; nothing to do", stacklevel=2)
             raise ExitForRequeue.finished()
 
-    def _obey(self, directive: Directive) -> None:
-        member = self._engine.member
-        while True:
-            if isinstance(directive, Form):
-                if self._meet(directive):
-                    return
-            elif isinstance(directive, Finished):
-                self._is_done = True
-                return
-            elif isinstance(directive, Save):
-                warnings.warn(
-                    "too few members are left, and an elastic State is in memory only: what was "
-                    "trained is lost if no member stays. hydroslurm.Run(elastic=True) saves",
-                    stacklevel=2,
-                )
-                member.saved(directive)
-            else:
-                assert isinstance(directive, Depart)
-                self._depart(directive)
-            directive = member.again(stop=self._stop.is_set)
+    def _cannot_save(self) -> None:
+        warnings.warn(
+            "too few members are left, and an elastic State is in memory only: what was "
+            "trained is lost if no member stays. hydroslurm.Run(elastic=True) saves",
+            stacklevel=2,
+        )
 
-    def _meet(self, form: Form) -> bool:
-        engine = self._engine
-        try:
-            engine.group.form(form)
-            with meeting():
-                got = self._hand_over(form)
-            if got is not None:
-                self._apply(got)
-                self._point = int(got["point"])
-            engine.prepare(form)
-        except RanksError as error:
-            engine.group.destroy()
-            engine.member.formed(form, ok=False, error=str(error))
-            return False
-        engine.member.formed(form, ok=True, step=self._point)
+    def _meet(self, form: Form) -> int:
+        self._engine.group.form(form)
+        with meeting():
+            got = self._hand_over(form)
+        if got is not None:
+            self._apply(got)
+            self._point = int(got["point"])
+        self._engine.prepare(form)
+        return self._point
+
+    def _resume(self, _: Form) -> None:
         self._keep()
         self._share_samples()
         for weight in self._weights():
             weight.grad = None  # the function starts over, and may clear them after its steps
         for callback in self._on_reset:
             callback()
-        return True
 
     def _hand_over(self, form: Form) -> Any:
         def own_state() -> dict[str, Any]:
@@ -346,7 +324,7 @@ class State:
             if not isinstance(item, (nn.Module, Optimizer)):
                 item.load_state_dict(copy.deepcopy(self._kept["objects"][name]))
 
-    def _depart(self, depart: Depart) -> None:
+    def _depart(self, depart: Depart) -> NoReturn:
         self._engine.close()
         if depart.failed or depart.again:
             warnings.warn(f"this member ends: {depart.reason}", stacklevel=2)
@@ -375,18 +353,7 @@ class State:
                 Depart(f"this member's ranks are not together any more: {gone}", again=True)
             )
         self.restore()
-        directive = engine.member.safe_point(self._point, failed=True, stop=self._stop.is_set)
-        assert directive is not None
-        self._obey(directive)
-
-    def _finish(self) -> bool:
-        """Report that the function has returned; return whether all ranks have finished."""
-        directive = self._engine.member.safe_point(
-            self._point, final=True, failed=False, stop=self._stop.is_set
-        )
-        assert directive is not None
-        self._obey(directive)
-        return self._is_done
+        engine.safe_point(self._point, failed=True)
 
 
 class StateLoader:
@@ -478,10 +445,10 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
                 register_optimizer_step_post_hook(state._after_optimizer),
             ]
             try:
-                while not state._is_done:
+                while not state._engine.is_done:
                     try:
                         result = train(state, *args, **kwargs)
-                        state._finish()
+                        state._engine.safe_point(state._point, final=True)
                     except Resized:
                         continue
                     except RuntimeError as error:
@@ -489,7 +456,7 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
             finally:
                 for hook in hooks:
                     hook.remove()
-                if not state._is_done:
+                if not state._engine.is_done:
                     state._engine.close()
         state._engine.remain()
         return result

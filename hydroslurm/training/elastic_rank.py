@@ -41,10 +41,10 @@ from hydroslurm.elastic.fixed_order import ShardGradients
 from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.replica import PeerReplicas
-from hydroslurm.elastic.roster import Average, Depart, Directive, Finished, Form, Save
+from hydroslurm.elastic.roster import Depart, Form
 from hydroslurm.elastic.sharded import sharded_modules
 from hydroslurm.elastic.transfer import hand_over
-from hydroslurm.errors import HydroslurmError, RanksError, UsageError
+from hydroslurm.errors import HydroslurmError, UsageError
 from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
@@ -78,12 +78,20 @@ class ElasticRank:
                 "saves and starts the ranks again, or use hydroslurm.elastic.State, which shards "
                 "within a member, replicates over members, and saves nothing by itself"
             )
-        self._engine = InPlaceEngine(environ, things=[model], warn=warning)
+        self._engine = InPlaceEngine(
+            environ,
+            things=[model],
+            warn=warning,
+            stop=self._is_stop_wanted,
+            meet=self._meet,
+            resume=self._resume,
+            save=self._save_for_all,
+            leave=self._depart,
+        )
         self._member = self._engine.member
         self._is_replaced = bool(environ.get(SUPERVISED_ENV))
         self._rank = -1  # in the generation
-        self._attempt_number = 0
-        self._is_done = False
+        self._attempt_number = self._began_step = 0
         self._kept_own: Mapping[str, Any] = {}
         self._step_began_s = 0.0
         self._samples = 0
@@ -153,11 +161,9 @@ class ElasticRank:
     def begin(self, *, may_load: bool, seen: str) -> bool:
         """Meet the others, and resume or get the state; see :meth:`Session.claim`."""
         session = self._session
-        self._member.start()
-        directive = self._member.begin(stop=self._is_stop_wanted)
         self._may_load, self._seen = may_load, seen
-        self._obey(directive)
-        if self._is_done:
+        self._engine.begin()
+        if self._engine.is_done:
             notice("this run has finished; nothing to do")
             session.close()
             self._engine.close()
@@ -169,19 +175,15 @@ class ElasticRank:
         """No hook stays behind; unless the run is done, this rank leaves the group."""
         for hook in self._hooks:
             hook.remove()
-        if not self._is_done:
+        if not self._engine.is_done:
             self._engine.close()
 
     def wait_for_finish(self) -> None:
         """Wait until all members have trained to the end. The default group stays that of these
         members, for what follows."""
         self._session.count_step_left_early()
-        while not self._is_done:
-            directive = self._member.safe_point(
-                self._cursor.step, final=True, stop=self._is_stop_wanted
-            )
-            assert directive is not None
-            self._obey(directive)
+        while not self._engine.is_done:
+            self._engine.safe_point(self._cursor.step, final=True)
 
     def remain(self) -> None:
         """This rank is done, and keeps what its process needs until it ends."""
@@ -212,32 +214,8 @@ class ElasticRank:
                 "the global generators, which are the shard's within run.shards(batch)"
             )
 
-    # --- directives
+    # --- directives; see InPlaceEngine
     # --------------------------------------------------------------------------------------------
-
-    def _obey(self, directive: Directive) -> None:
-        """Do what the coordinator says, until this rank trains again, or ends."""
-        while True:
-            if isinstance(directive, Form):
-                if self._meet(directive):
-                    return
-            elif isinstance(directive, Save):
-                self._save_for_all()
-                self._member.saved(directive)
-            elif isinstance(directive, Average):
-                # now, and not at the next multiple: a suspend leaves two seconds
-                self._average()
-                after = self._member.safe_point(self._cursor.step, stop=self._is_stop_wanted)
-                if after is None:
-                    return
-                directive = after
-                continue
-            elif isinstance(directive, Finished):
-                self._is_done = True
-                return
-            else:
-                self._depart(directive)
-            directive = self._member.again(stop=self._is_stop_wanted)
 
     def _average(self) -> None:
         """Make the weights equal. If a rank is gone, all find out at the next step, which is
@@ -251,27 +229,8 @@ class ElasticRank:
             step = self._cursor.step
             warning(f"step {step}: the weights are not averaged, for a rank is gone: {error}")
 
-    def _meet(self, form: Form) -> bool:
-        """Form a generation; whether it was formed."""
-        began_step = self._cursor.step
-        try:
-            self._form(form)
-        except RanksError as error:
-            self._engine.group.destroy()
-            warning(f"generation {form.generation} is not formed: {error}")
-            self._member.formed(form, ok=False, error=str(error))
-            return False
-        self._member.formed(form, ok=True, step=self._cursor.step)
-        self._session.moved, self._undo.is_kept = True, False
-        self._tell_generation(form, began_step)
-        return True
-
-    def _form(self, form: Form) -> None:
-        """Meet the others, get the state or give it, and have everything set upon the new ranks.
-
-        Raises:
-            RanksError: the others cannot be reached, or one has sent what cannot be used.
-        """
+    def _meet(self, form: Form) -> int:
+        self._began_step = self._cursor.step
         if self._replicas is not None:
             self._replicas.settle(form)
         self._engine.group.form(form)
@@ -295,6 +254,7 @@ class ElasticRank:
             self._shard_steps.begin_generation()
         self._scaled.resize(form.world_size)
         self._step_began_s = time.monotonic()
+        return self._cursor.step
 
     def _share_state(self, form: Form) -> None:
         """Whoever needs the state has it from the rank that has it; the others go on with theirs,
@@ -308,7 +268,8 @@ class ElasticRank:
         else:
             self._cursor.load(self._kept_own)
 
-    def _tell_generation(self, form: Form, began_step: int) -> None:
+    def _resume(self, form: Form) -> None:
+        self._session.moved, self._undo.is_kept = True, False
         self._session.attempt.record(
             EventKind.GENERATION,
             generation=form.generation,
@@ -319,7 +280,8 @@ class ElasticRank:
             pause_s=time.monotonic() - form.since_s,
         )
         if form.rank == 0:
-            steps = "" if self._cursor.step == began_step else f", {self._cursor.step} steps done"
+            step = self._cursor.step
+            steps = "" if step == self._began_step else f", {step} steps done"
             notice(
                 f"generation {form.generation}: {form.members} members, {form.world_size} ranks"
                 f"{steps} ({form.cause})"
@@ -461,11 +423,8 @@ class ElasticRank:
         self.announce_stop()
         if accumulates and not failed:
             return
-        directive = self._member.safe_point(
-            self._cursor.step, failed=failed, equal=self._are_equal, stop=self._is_stop_wanted
-        )
-        if directive is not None:
-            self._obey(directive)
+        average = None if self._are_equal else self._average
+        self._engine.safe_point(self._cursor.step, average=average, failed=failed)
         if not failed:
             session.safe_point()
 

@@ -17,8 +17,14 @@ import pytest
 from elasticstory import formed
 
 from hydroslurm.coordination.frames import pack
-from hydroslurm.elastic.autoscale import AutoscalePolicy, Behavior, Decision, Observation, decide
-from hydroslurm.elastic.autoscaler import Autoscaler
+from hydroslurm.elastic.autoscale import (
+    AutoscalePolicy,
+    Autoscaler,
+    Behavior,
+    Decision,
+    Observation,
+    decide,
+)
 from hydroslurm.elastic.coordinator import EVENTS, MOST_RANKS, Coordinator, restored
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Size
