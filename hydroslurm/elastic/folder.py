@@ -38,7 +38,7 @@ from hydroslurm.core.files import (
 from hydroslurm.core.rundir import Below, RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.autoscale import AutoscalePolicy
-from hydroslurm.elastic.roster import Size, Timing
+from hydroslurm.elastic.roster import Batch, LearningRate, Size, Summation, Timing
 from hydroslurm.errors import RunFolderError, UsageError
 
 MEMBER_ENV = "HYDROSLURM_MEMBER"
@@ -182,11 +182,11 @@ class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     host: str = ""
-    batch: str = "keep_global"
-    summation: str = "all_reduce"
+    batch: Batch = "keep_global"
+    summation: Summation = "all_reduce"
     averaging_every: int = 0
-    engine: str = "in_place"
-    lr: Literal["none", "linear", "sqrt"] = "none"
+    engine: Literal["in_place", "restart"] = "in_place"
+    lr: LearningRate = "none"
     lr_warmup_steps: int = 0
     ranks_each: int = 1
     size: Size = Size()

@@ -11,14 +11,14 @@ equal parts over the warm-up steps, while the changed gradient noise does least 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 
-Rule = Literal["none", "linear", "sqrt"]
+from hydroslurm.elastic.roster import LearningRate
 
 
-def factor_of(rule: Rule, *, ranks: int, full: int) -> float:
+def factor_of(rule: LearningRate, *, ranks: int, full: int) -> float:
     """Return the factor on the full size's learning rate when ``ranks`` ranks train."""
     if rule == "none":
         return 1.0
@@ -32,10 +32,10 @@ class ScaledLearningRate:
         factor: of the next step.
     """
 
-    def __init__(self, rule: Rule, *, full: int, warmup_steps: int) -> None:
+    def __init__(self, rule: LearningRate, *, full: int, warmup_steps: int) -> None:
         """``full``: ranks at full size, which the script's learning rate is meant for."""
         self.factor = 1.0
-        self._rule: Rule = rule
+        self._rule: LearningRate = rule
         self._full = full
         self._warmup_steps = warmup_steps
         self._target = 1.0

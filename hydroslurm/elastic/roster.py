@@ -6,11 +6,14 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Rank = tuple[str, int]
 """A member, and one of its processes on that node, from 0."""
 Message = dict[str, Any]
+Batch = Literal["keep_global", "per_rank"]
+Summation = Literal["all_reduce", "fixed_order"]
+LearningRate = Literal["none", "linear", "sqrt"]
 CONNECTION_ENDED = "its connection ended"
 """All that is known of a member that vanished."""
 MEETING_S = 20.0

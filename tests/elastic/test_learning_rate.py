@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from hydroslurm.elastic.learning_rate import Rule, ScaledLearningRate, factor_of
+from hydroslurm.elastic.learning_rate import ScaledLearningRate, factor_of
+from hydroslurm.elastic.roster import LearningRate
 
 
 def stepped(scaled: ScaledLearningRate, optimizer: torch.optim.Optimizer) -> float:
@@ -23,7 +24,7 @@ def stepped(scaled: ScaledLearningRate, optimizer: torch.optim.Optimizer) -> flo
 @pytest.mark.parametrize(
     ("rule", "wanted"), [("linear", 0.5), ("sqrt", math.sqrt(0.5)), ("none", 1)]
 )
-def test_a_step_is_as_long_as_the_size_says(rule: Rule, wanted: float) -> None:
+def test_a_step_is_as_long_as_the_size_says(rule: LearningRate, wanted: float) -> None:
     """The script and its scheduler see their own learning rate before and behind each step."""
     weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -282,7 +282,7 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
             batch=elastic.batch,
             ranks_each=ranks_of_agent(job, job.replica_specs[0].template) if job.has_agent else 1,
             summation=elastic.summation,
-            engine=elastic.engine,
+            engine="restart" if elastic.engine == "restart" else "in_place",
             averaging_every=elastic.averaging.every if elastic.averaging else 0,
             lr=elastic.lr,
             lr_warmup_steps=elastic.lr_warmup_steps,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from hydroslurm.elastic.autoscale import SCALE_DOWN, SCALE_UP
+from hydroslurm.elastic.roster import Batch, LearningRate, Summation
 from hydroslurm.jobs.spec.fields import (
     Count,
     Line,
@@ -331,18 +332,18 @@ class Elastic(Part):
     spares: Whole = 0
     """How many members more are kept ready to take the place of one that leaves. [members] Default:
     0."""
-    batch: Literal["keep_global", "per_rank"] = "keep_global"
+    batch: Batch = "keep_global"
     """What a change of size does to the batches. keep_global: a step has as many samples as with
     max members, in other shares. per_rank: each rank keeps its batch size, and a step has more
     samples or fewer, as always with engine: restart. Default: keep_global."""
-    summation: Literal["all_reduce", "fixed_order"] = "all_reduce"
+    summation: Summation = "all_reduce"
     """How the ranks' gradients are added up, with batch: keep_global. fixed_order: in one order for
     every size, so that losses and weights are bit for bit those of a fixed size; the script goes
     over run.shards(batch). all_reduce: as is fastest. Default: all_reduce."""
     averaging: Averaging | None = None
     """Average the members' weights now and then instead of their gradients in each step: fewer
     bytes, and another training. Default: gradients are summed."""
-    lr: Literal["none", "linear", "sqrt"] = "none"
+    lr: LearningRate = "none"
     """How the learning rate follows the size, with batch: per_rank; the script's is that of max
     members. linear: in proportion; sqrt: with the square root. Default: none."""
     lr_warmup_steps: Whole = 0
