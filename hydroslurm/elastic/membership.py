@@ -444,6 +444,7 @@ class Membership:
 
     @property
     def phase(self) -> Phase:
+        """Where the run is in :data:`TRANSITIONS`."""
         if self.finished:
             return Phase.FINISHED
         if self.gave_up:
@@ -573,7 +574,7 @@ class Membership:
 
     def _some_leave(self) -> bool:
         # a new coordinator hears every rank first
-        return not self._leaving.isdisjoint(self.current) and not self._absent
+        return not self._leaving.isdisjoint(self._training) and not self._absent
 
     def _some_can_join(self) -> bool:
         has_room = bool(self._ready) and len(self.current) < self.size.wanted
@@ -599,15 +600,14 @@ class Membership:
         if not all(a.final for a in arrivals) or len({a.step for a in arrivals}) != 1:
             return False
         # a broken group, or one whose members leave, cannot do what follows
-        return self.are_agents or (
-            self._current_change.is_whole and self._leaving.isdisjoint(self.current)
-        )
+        is_whole = self._current_change.is_whole and self._leaving.isdisjoint(self._training)
+        return is_whole or self.are_agents
 
     def _must_save(self) -> bool:
         change, staying = self._current_change, self._staying()
         goes_below = len(staying) < len(self.current) and len(staying) < self.size.min
         is_last = goes_below or self._failed_meetings.are_too_many
-        return is_last and not change.saved and change.newest is not None
+        return is_last and not change.saved and bool(change.holders)
 
     def _is_saved(self) -> bool:
         return self._current_change.saved
@@ -702,9 +702,8 @@ class Membership:
     def _save(self, _: float) -> None:
         change = self._current_change
         change.phase = Phase.SAVING
-        change.saver = next(
-            rank for rank in self._present_ranks() if change.arrivals[rank].step == change.newest
-        )
+        holders = change.holders
+        change.saver = next(rank for rank in self._present_ranks() if rank in holders)
         self._send(change.saver, "save", change=change.number)
 
     def _give_up(self, _: float) -> None:
@@ -736,8 +735,7 @@ class Membership:
         change, together = self._current_change, self._together()
         before = frozenset(self.current)
         self._part(self._remaining())
-        held = {rank: a.step for rank, a in change.arrivals.items() if a.step >= 0}
-        newest = change.newest
+        holders = change.holders
         change.joined += [name for name in together if name not in before]
         change.phase = Phase.FORMING
         self.generation += 1
@@ -745,8 +743,8 @@ class Membership:
         self._liveness.begin_generation()
         self._ready -= self._training
         ranks = self._present_ranks()
-        source = next((n for n, rank in enumerate(ranks) if held.get(rank) == newest), 0)
-        needs = [n for n, rank in enumerate(ranks) if newest is None or held.get(rank) != newest]
+        source = next((n for n, rank in enumerate(ranks) if rank in holders), 0)
+        needs = [n for n, rank in enumerate(ranks) if n != source and rank not in holders]
         change.to_form = set(ranks)
         self._record(
             "forming",
@@ -766,8 +764,8 @@ class Membership:
                 world_size=len(ranks),
                 members=len(together),
                 source=source,
-                needs=[n for n in needs if n != source or newest is not None],
-                fresh=newest is None,
+                needs=needs,
+                fresh=not holders,
                 cause=change.cause,
             )
 
@@ -833,14 +831,10 @@ class Membership:
     def _remaining(self) -> list[str]:
         """Return who of the generation goes on: all, if only leaving members have the newest state,
         which they send first."""
-        change, staying = self._current_change, self._staying()
-        newest, arrivals = change.newest, change.arrivals
-        has_state = any(
-            rank in arrivals and arrivals[rank].step == newest
-            for name in staying
-            for rank in self.members[name].ranks
+        staying, holders = self._staying(), {name for name, _ in self._current_change.holders}
+        return (
+            list(self.current) if staying and holders and holders.isdisjoint(staying) else staying
         )
-        return list(self.current) if staying and newest is not None and not has_state else staying
 
     def _together(self) -> list[str]:
         """Return the members of the next generation in the order of their ranks."""
@@ -878,8 +872,8 @@ class Membership:
 
     def _part(self, remaining: Sequence[str]) -> None:
         """Let the others of the generation go."""
-        change = self._current_change
-        for member in [self.members[name] for name in self.current if name not in remaining]:
+        change, stays = self._current_change, frozenset(remaining)
+        for member in [self.members[name] for name in self.current if name not in stays]:
             change.left.append(member.id)
             for rank in member.ranks:
                 change.arrivals.pop(rank, None)

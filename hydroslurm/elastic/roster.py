@@ -207,9 +207,10 @@ class Change:
     saved: bool = False
 
     @property
-    def newest(self) -> int | None:
-        """The last step that a rank which holds has trained; None if none has the state."""
-        return max((a.step for a in self.arrivals.values() if a.step >= 0), default=None)
+    def holders(self) -> set[Rank]:
+        """The ranks that hold after the newest step; empty if none has the run's state."""
+        newest = max([0, *(a.step for a in self.arrivals.values())])
+        return {rank for rank, a in self.arrivals.items() if a.step == newest}
 
 
 class Refused(ValueError):
