@@ -78,7 +78,7 @@ class InPlaceEngine:
         self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
         self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
         self.failed = self.is_done = False
-        self._warn, self._stop = warn, stop
+        self._warn = warn
         self._meet, self._resume, self._save, self._leave = meet, resume, save, leave
         self.is_paused: Callable[[], bool] = lambda: False
         self.modules = parallel_modules(things)
@@ -91,6 +91,7 @@ class InPlaceEngine:
             local_size=self.local_size,
             node=environ.get("SLURMD_NODENAME", ""),
             on_abort=self._abort,
+            stop=stop,
             waits=lambda: self.sum.is_sending,
             is_paused=lambda: self.is_paused(),
             warn=warn,
@@ -111,7 +112,7 @@ class InPlaceEngine:
     def begin(self) -> None:
         """Join the run, and wait until this rank trains, or the run is done."""
         self.member.start()
-        self._obey(self.member.begin(stop=self._stop))
+        self._obey(self.member.begin())
 
     def safe_point(
         self, step: int, *, average: Callable[[], None] | None = None, **how: bool
@@ -122,12 +123,11 @@ class InPlaceEngine:
             average: makes this rank's weights equal to the others', if they are not.
             how: as for :meth:`Member.safe_point`.
         """
-        stop, is_equal = self._stop, average is None
-        directive = self.member.safe_point(step, equal=is_equal, stop=stop, **how)
+        directive = self.member.safe_point(step, equal=average is None, **how)
         if isinstance(directive, Average):
             assert average is not None
             average()  # now, and not at the next multiple: a suspend leaves two seconds
-            directive = self.member.safe_point(step, stop=stop)
+            directive = self.member.safe_point(step)
         if directive is None or isinstance(directive, Average):
             return False
         self._obey(directive)
@@ -147,7 +147,7 @@ class InPlaceEngine:
             else:
                 self._save()
                 self.member.saved(directive)
-            directive = self.member.again(stop=self._stop)
+            directive = self.member.again()
 
     def _has_met(self, form: Form) -> bool:
         try:

@@ -72,6 +72,7 @@ class Member:
         local_size: int = 1,
         node: str = "",
         on_abort: Callable[[Depart | None], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
         waits: Callable[[], bool] = lambda: False,
         is_paused: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = lambda _: None,
@@ -80,6 +81,8 @@ class Member:
         Args:
             on_abort: makes collectives fail that wait for a lost rank; called in this object's
                 thread, with the order to leave if the others went on without this rank.
+            stop: whether this rank is to stop; then it announces that it leaves, also while it
+                waits for a directive.
             waits: whether this rank has done its part of the current step.
             is_paused: whether it is paused on purpose.
             warn: shows the user a warning.
@@ -94,7 +97,7 @@ class Member:
         self._folder = folder
         self._node = node or socket.gethostname()
         self._on_abort = on_abort
-        self._waits, self._is_paused = waits, is_paused
+        self._stop, self._waits, self._is_paused = stop, waits, is_paused
         self._warn = warn
         self._cond = threading.Condition()
         self._step = 0
@@ -144,16 +147,12 @@ class Member:
     # --- the training thread
     # --------------------------------------------------------------------------------------------
 
-    def begin(self, *, stop: Callable[[], bool]) -> Directive:
-        """Wait for the first generation; this rank is ready but for the run's state.
-
-        Args:
-            stop: polled while waiting; True announces that this rank leaves.
-        """
+    def begin(self) -> Directive:
+        """Wait for the first generation; this rank is ready but for the run's state."""
         with self._cond:
             self._ready = True
         self._tell({"type": "ready"})
-        return self.again(stop=stop)
+        return self.again()
 
     def safe_point(
         self,
@@ -163,7 +162,6 @@ class Member:
         final: bool = False,
         equal: bool = True,
         holds_if_broken: bool = True,
-        stop: Callable[[], bool] = lambda: False,
     ) -> Directive | Average | None:
         """Report that a step is done. Returns None to go on, after one comparison.
 
@@ -174,7 +172,6 @@ class Member:
                 change.
             holds_if_broken: False if other ranks of this member wait for this one within their step
                 and may not know yet that the generation is broken; go on until they all do.
-            stop: as for :meth:`begin`.
         """
         self._step = step  # before reading the flag: a hold that arrives now names the next step
         if not (self._attention or failed or final):
@@ -195,9 +192,9 @@ class Member:
                 return Average()
             self._holding = (step, failed, final)
         self._arrive()
-        return self.again(stop=stop)
+        return self.again()
 
-    def again(self, *, stop: Callable[[], bool]) -> Directive:
+    def again(self) -> Directive:
         """Wait for the next directive; call it again after a save, or a generation that could not
         meet."""
         while True:
@@ -210,7 +207,7 @@ class Member:
                 if self._closed:
                     return Depart("this rank is closed")
                 self._cond.wait(0.2)
-            if stop():
+            if self._stop():
                 self.leave("a stop was requested")
 
     def fail(self, reason: str = "", *, met: bool = True, lost_peer: bool = False) -> None:
@@ -271,14 +268,12 @@ class Member:
                 self._cond.wait(0.5)
             return self.culprit
 
-    def hold(
-        self, *, failed: bool = False, final: bool = False, stop: Callable[[], bool]
-    ) -> Directive:
+    def hold(self, *, failed: bool = False, final: bool = False) -> Directive:
         """Report that this generation's processes have ended; arguments as :meth:`safe_point`."""
         with self._cond:
             self._holding = (self._step, failed, final)
         self._arrive()
-        return self.again(stop=stop)
+        return self.again()
 
     def resumed(self, step: int) -> None:
         """Report that the processes started for this generation train on after this step."""

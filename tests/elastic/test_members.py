@@ -206,7 +206,7 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
     member = Member(folder, name="a")
     member.start()
     begun: list[object] = []
-    thread = threading.Thread(target=lambda: begun.append(member.begin(stop=lambda: False)))
+    thread = threading.Thread(target=lambda: begun.append(member.begin()))
     thread.start()
     while not begun:
         served.serve_once()
@@ -214,7 +214,7 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
     served.run()
     thread.join()
     folder.write(folder.status_json, {"state": "Failed"})
-    left = member.again(stop=lambda: False)
+    left = member.again()
     member.close()
     assert left == Depart("the run has failed without it", failed=True)
     assert [one["kind"] for one in folder.ledger()] == ["coordinator", "forming"]

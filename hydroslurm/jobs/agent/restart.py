@@ -92,7 +92,7 @@ class Generations(RendezvousHandler):
         Raises:
             Departed: there will be none.
         """
-        form = self.pending or self.obey(self.member.begin(stop=self.stop_seen))
+        form = self.pending or self.obey(self.member.begin())
         while True:
             if form is None:
                 raise Departed(0)
@@ -104,7 +104,7 @@ class Generations(RendezvousHandler):
             except CoordinatorLost as error:
                 self._node.log.warning(f"generation {form.generation} is not formed: {error}")
                 self.member.formed(form, ok=False, error=str(error))
-                form = self.obey(self.member.again(stop=self.stop_seen))
+                form = self.obey(self.member.again())
         self.pending, self.form = None, form
         os.environ[GENERATION_ENV] = str(form.generation)
         os.environ[INCARNATION_ENV], os.environ[KEY_ENV] = name, key.hex()
@@ -121,16 +121,13 @@ class Generations(RendezvousHandler):
         """
         while isinstance(directive, Save):  # the workers have saved before they left
             self.member.saved(directive)
-            directive = self.member.again(stop=self.stop_seen)
+            directive = self.member.again()
         if isinstance(directive, Depart):
             log = self._node.log.warning if directive.failed else self._node.log.info
             log(f"this member leaves: {directive.reason or 'asked to'}")
             again = directive.again or self._node.stop_asked.is_set()
             raise Departed(FAILED if directive.failed else RUN_AGAIN if again else 0)
         return directive if isinstance(directive, Form) else None
-
-    def stop_seen(self) -> bool:
-        return self._node.stop_asked.is_set()
 
     def _meet(self, form: Form, name: str, key: bytes) -> RendezvousStoreInfo:
         """Where rank 0 of the workers will listen.
@@ -284,19 +281,19 @@ class MemberAgent(NodeAgent):
 
     def _after_end(self, result: RunResult, last: Progress) -> Directive:
         """All workers of this node have ended: hold, and wait for what the coordinator says."""
-        member, stop = self._member, self._generations.stop_seen
+        member = self._member
         if result.state is WorkerState.SUCCEEDED:
             # who was asked to stop may have left with status 0 for that; else it does so again
-            return member.hold(final=not self._stop_asked(), stop=stop)
+            return member.hold(final=not self._stop_asked())
         form = self._generations.form
         met = last.met or form is None or form.world_size == 1
         if member.is_dismissed or (member.broken and not self._hang):
             if last.error and not met:  # another was faster to tell, and may not know why
                 member.fail(last.error, met=False, lost_peer=last.lost_peer)
-            return member.hold(failed=True, stop=stop)
+            return member.hold(failed=True)
         left = self.status is not None and self.status != MUST_NOT_RUN_AGAIN
         if left or self._stop_asked():
-            return member.hold(failed=not left, stop=stop)
+            return member.hold(failed=not left)
         reason = self._hang or _what_happened(result, status=self.status)
         if last.error and not self._hang:
             reason = f"{reason} ({last.error})"
@@ -307,7 +304,7 @@ class MemberAgent(NodeAgent):
             self._restarts_left -= 1
             self._remaining_restarts = self._restarts_left  # for TORCHELASTIC_RESTART_COUNT
             self._node.log.warning(f"{reason}; {self._restarts_left} restarts are left")
-        return member.hold(failed=True, stop=stop)
+        return member.hold(failed=True)
 
     def _stop_asked(self) -> bool:
         return super()._stop_asked() or self._asked_s is not None
@@ -380,6 +377,7 @@ def joined(folder: ElasticFolder, node: Node) -> Iterator[Callable[..., MemberAg
         folder,
         name=member_name(environ),
         node=environ.get("SLURMD_NODENAME", ""),
+        stop=node.stop_asked.is_set,
         warn=node.log.warning,
     )
     generations = Generations(folder, node, member)

@@ -27,13 +27,9 @@ for number in (signal.SIGTERM, signal.SIGURG, signal.SIGTSTP):
 
 folder = ElasticFolder(run=ElasticFolder.at(os.environ[ELASTIC_ENV]))
 name = member_name(os.environ)
-member = Member(folder, name=name, node=NODE)
+member = Member(folder, name=name, node=NODE, stop=lambda: bool(seen))
 member.start()
 step = -1
-
-
-def stop() -> bool:
-    return bool(seen)
 
 
 def obey(directive: object) -> None:
@@ -61,10 +57,10 @@ def obey(directive: object) -> None:
             member.close()
             print(f"left at {step}: {directive.reason}", flush=True)
             sys.exit(75 if seen or directive.again else int(directive.failed))
-        directive = member.again(stop=stop)
+        directive = member.again()
 
 
-obey(member.begin(stop=stop))
+obey(member.begin())
 if NODE in sys.argv[1:]:
     print("fails", flush=True)
     sys.exit(3)
@@ -75,6 +71,6 @@ while True:
     final = until.exists() and step >= int(until.read_text())
     if seen:
         member.leave(signal.Signals(seen[0]).name)
-    directive = member.safe_point(step, final=final, stop=stop)
+    directive = member.safe_point(step, final=final)
     if directive is not None:
         obey(directive)
