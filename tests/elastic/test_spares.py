@@ -76,15 +76,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def test_a_spare_goes_on_with_the_same_numbers(
     tmp_path: Path, undisturbed: tuple[Any, Any], signo: int, rank: int
 ) -> None:
-    """One goes in the middle of an epoch; the spare that waits takes its rank."""
+    """One goes in the middle of an epoch; the spare that waits takes its rank. Another spare, which
+    was told to stop, has left before."""
     with ElasticStory(tmp_path, program=RANDOM, max=2, spares=1) as story:
         story.start_all("abc", **SHORT, goes=rank, signo=signo)
         trained = list(story.wait_for("generation")["members"])
         (spare,) = set("abc") - set(trained)
+        story.start("d", **SHORT)
         wait_until(
-            lambda: '"Ready"' in json.dumps(story.folder.read(story.folder.status_json)),
-            lambda: f"the spare\n{story}",
+            lambda: json.dumps(story.folder.read(story.folder.status_json)).count('"Ready"') == 2,
+            lambda: f"the spares\n{story}",
         )
+        story.signal("d", signal.SIGTERM)
+        assert story.ended("d") == 75, story
         (tmp_path / "go").touch()
         ends = [story.done(name) for name in (trained[1 - rank], spare)]
         change = story.entries("generation")[1]
