@@ -592,9 +592,6 @@ class Membership:
             rank in arrivals for rank in self._present_ranks()
         )
 
-    def _some_are_blamed(self) -> bool:
-        return bool(self._blamed())
-
     def _all_have_trained(self) -> bool:
         arrivals = self._current_change.arrivals.values()
         if not all(a.final for a in arrivals) or len({a.step for a in arrivals}) != 1:
@@ -609,11 +606,9 @@ class Membership:
         is_last = goes_below or self._failed_meetings.are_too_many
         return is_last and not change.saved and bool(change.holders)
 
-    def _is_saved(self) -> bool:
-        return self._current_change.saved
-
-    def _saver_is_gone(self) -> bool:
-        return self._current_change.saver is None
+    def _save_is_over(self) -> bool:
+        """It has been made, or who was to make it is gone."""
+        return self._current_change.saved or self._current_change.saver is None
 
     def _can_never_meet(self) -> bool:
         return self._failed_meetings.are_too_many
@@ -1014,13 +1009,13 @@ class Transition(NamedTuple):
     """A change of phase, or a step within one.
 
     Attributes:
-        when: its condition.
+        when: its condition; what is true or not empty holds.
         then: does it, at this moment.
         to: phases in which it may end.
         after_s: for how long the condition must have held.
     """
 
-    when: Callable[[Membership], bool]
+    when: Callable[[Membership], object]
     then: Callable[[Membership, float], None]
     to: tuple[Phase, ...]
     after_s: Callable[[Membership, float], float] = Membership._at_once
@@ -1049,7 +1044,7 @@ TRANSITIONS: Mapping[Phase, tuple[Transition, ...]] = {
     Phase.HOLDING: (_DISBAND, Transition(*_ALL_HOLD)),
     Phase.BREAKING: (_DISBAND, Transition(*_ALL_HOLD)),
     Phase.DECIDING: (
-        Transition(_M._some_are_blamed, _M._expel, (Phase.DECIDING,)),
+        Transition(_M._blamed, _M._expel, (Phase.DECIDING,)),
         Transition(_M._all_have_trained, _M._end_training, (Phase.TAIL, Phase.FINISHED)),
         Transition(_M._too_many_train, _M._mark_surplus, (Phase.DECIDING,)),
         Transition(_M._must_save, _M._save, (Phase.SAVING,)),
@@ -1059,8 +1054,7 @@ TRANSITIONS: Mapping[Phase, tuple[Transition, ...]] = {
     ),
     Phase.SAVING: (
         _DISBAND,
-        Transition(_M._is_saved, _M._decide, (Phase.DECIDING,)),
-        Transition(_M._saver_is_gone, _M._decide, (Phase.DECIDING,)),
+        Transition(_M._save_is_over, _M._decide, (Phase.DECIDING,)),
     ),
     Phase.FORMING: (Transition(_M._all_have_met, _M._train, (Phase.TRAINING, Phase.HOLDING)),),
     Phase.SUSPENDED: (
