@@ -312,6 +312,8 @@ def _begin(before: RankStatus | None, event: Event) -> RankStatus:
         return status
     is_same_clock = (before.host, before.boot_id) == (event.host, status.boot_id)
     is_same_job = before.job_id == event.job_id
+    # another job in the same folder has its own restarts: nobody in it has said yet that they save
+    of_job = before if is_same_job else status
     is_same_attempt = is_same_job and before.restart_count == event.restart_count
 
     # a process that installs again before its Run has begun
@@ -324,15 +326,15 @@ def _begin(before: RankStatus | None, event: Event) -> RankStatus:
     return replace(
         status,
         started=before.started if is_same_attempt and is_same_clock else now,
-        saver=before.saver,
-        saver_restart_count=before.saver_restart_count,
-        attempt_step=before.attempt_step,
-        attempt_began=told(before.attempt_began),
-        attempt_restart_count=before.attempt_restart_count,
+        saver=of_job.saver,
+        saver_restart_count=of_job.saver_restart_count,
+        attempt_step=of_job.attempt_step,
+        attempt_began=told(of_job.attempt_began),
+        attempt_restart_count=of_job.attempt_restart_count,
         committed_step=before.committed_step,
         committed=told(before.committed),
         save_s=before.save_s,
-        preempted=before.preempted if is_same_job else (),
+        preempted=of_job.preempted,
         finished=before.finished,
         pause_counts=before.pause_counts,
         pause_sum_s=before.pause_sum_s,

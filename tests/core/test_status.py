@@ -119,12 +119,14 @@ def test_a_long_history_makes_no_long_status(tmp_path: Path) -> None:
 
 def test_what_outlives_an_attempt(tmp_path: Path) -> None:
     """The next process of the rank reads what is saved, who was preempted and how long pauses took;
-    moments of another boot keep their date. Another job in the same folder was not preempted."""
+    moments of another boot keep their date. Another job in the same folder was not preempted, and
+    nobody in it saves yet."""
+    began = _event(EventKind.ATTEMPT_BEGAN, 6, step=3)
     saved = _event(EventKind.SAVE_COMMITTED, 7, checkpoint_step=40, seconds=2.5)
     stop = _event(EventKind.STOP_REASON, 8, reason="preempted")
     again = replace(_event(EventKind.INSTALLED, 20, boot="b2"), restart_count=1)
     path = tmp_path / "rank-00003.json"
-    for attempt in ([*PAUSED, saved, stop], [again]):
+    for attempt in ([*PAUSED, began, saved, stop], [again]):
         writer = StatusWriter(path, every_s=0.0)
         for event in attempt:
             writer.note(event)
@@ -137,6 +139,8 @@ def test_what_outlives_an_attempt(tmp_path: Path) -> None:
     assert (status.state, status.causes) == ("running", ())
     other = after(status, replace(again, job_id=5))
     assert (other.preempted, other.committed_step) == ((), 40)
+    for now, saver, step in ((status, "attempt_began", 3), (other, "", None)):
+        assert (now.saver, now.attempt_step, now.attempt_began is None) == (saver, step, not saver)
 
 
 # --- the file ------------------------------------------------------------------------------------
