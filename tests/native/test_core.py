@@ -81,7 +81,7 @@ def test_core_under_thread_sanitizer(run: Runner) -> None:
 
 
 def test_binding_matches_header(native_compiler: list[str], tmp_path: Path) -> None:
-    """The structures of the Python binding have the sizes that the C++ compiler gives them."""
+    """The structures of the Python binding have the sizes and the fields that the header gives."""
     source = tmp_path / "sizes.cpp"
     structures = {
         "hs_signal": binding.Signal,
@@ -90,13 +90,13 @@ def test_binding_matches_header(native_compiler: list[str], tmp_path: Path) -> N
         "hs_traced": binding.Traced,
         "hs_launch_ahead": binding.LaunchAhead,
     }
-    source.write_text(
-        '#include "gate.h"\n'
-        + "\n".join(
-            f'static_assert(sizeof({name}) == {ctypes.sizeof(one)}, "");'
-            for name, one in structures.items()
-        )
-    )
+    facts = [f"sizeof({name}) == {ctypes.sizeof(one)}" for name, one in structures.items()]
+    for name, one in structures.items():
+        for field, *_ in one._fields_:
+            of_header = "text" if field == "name" else field
+            facts.append(f"offsetof({name}, {of_header}) == {getattr(one, field).offset}")
+    checks = [f'static_assert({fact}, "");' for fact in facts]
+    source.write_text("\n".join(["#include <cstddef>", '#include "gate.h"', *checks, ""]))
     subprocess.run([*native_compiler, f"-I{SOURCES}", "-fsyntax-only", str(source)], check=True)
 
 
