@@ -162,7 +162,11 @@ def test_later_versions(tmp_path: Path) -> None:
 
 def test_two_jobs_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second job would get what the first has trained: it needs a directory of its own, and has
-    one without a manager. The same job gets its own."""
+    one without a manager. The same job gets its own. A job that fails leaves no run open."""
+    failing, _, _ = counting()
+    failing.init(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        JobRunner(failing, CheckpointManager(tmp_path / "failed")).run()
     job, total, _ = counting()
     assert JobRunner(job, CheckpointManager(tmp_path / "run")).run() == 3
     other, _, _ = counting()
