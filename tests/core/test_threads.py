@@ -23,7 +23,7 @@ def _calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
         if "hread(" not in (text := path.read_text()):
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(name):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name:
                 yield path, node
 
 
