@@ -193,7 +193,6 @@ void window_clear() noexcept; /* while the gate is open */
 
 struct Gate {
     std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped */
-    std::atomic<pid_t> watcher{0}; /* its thread; 0: none */
     Word wakeup{0};               /* futex of the watcher: woken when there is work */
     std::atomic<uint32_t> closed{0}; /* 0 open, else the number of this closing */
     Word generation{0};            /* futex of held threads: advanced when one may have to run */

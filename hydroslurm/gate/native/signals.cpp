@@ -27,19 +27,6 @@ bool may_open() noexcept {
     return true;
 }
 
-/* Have the watcher wake on this thread's core, which yields to it: another core takes longer to come out of its sleep
- * than this one to switch, and a busy one finishes a slice first. The watcher of a closed gate may be running, and moving
- * a running thread takes longer still. */
-void call_watcher_here() noexcept {
-    const pid_t watcher = gate.watcher.load();
-    const int core = sched_getcpu();
-    if (watcher == 0 || gate.closed.load() != 0 || core < 0 || core >= CPU_SETSIZE) return;
-    cpu_set_t here;
-    CPU_ZERO(&here);
-    CPU_SET(core, &here);
-    sched_setaffinity(watcher, sizeof here, &here);
-}
-
 /* Only latch a pause: closing the gate registers a callback, for which torch locks a mutex and allocates, so the watcher
  * does it. */
 void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
@@ -54,7 +41,6 @@ void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
             if (causes >> bit & 1) request_stamp_raise(stamps[bit], stamp_ns);
     }
     latch.count.fetch_add(1); /* last: when it changes, the watcher reads the rest */
-    if (action == HS_ACTION_PAUSE) call_watcher_here();
     const bool opened = action != HS_ACTION_PAUSE && may_open() && gate_open(gate.closed.load());
     /* A released thread wakes the watcher itself. Waking it here would cost that thread some 20 us if the two share a
      * core; the watcher of a closed gate checks every 200 ms in any case. */

@@ -14,8 +14,6 @@
 namespace hs {
 namespace {
 
-void leave_core() noexcept;
-
 /* After a move, do not notify the reader until a thread was held or ran again, or this much time has passed. The reader
  * is a Python thread: awake, it would compete for the GIL with the thread on its way to the gate (median time until
  * first held: 169 us with immediate notification, about 75 us so). */
@@ -118,7 +116,6 @@ void Watcher::run() noexcept {
         collect();
         if (!closed_) report_release();
         move();
-        if (n_collected_ != 0) leave_core();
         if (quit) break;
         update_window();
         if (is_closed()) report_held();
@@ -492,12 +489,6 @@ void Watcher::stop_for_terminal() noexcept {
     watcher_wake(); /* check again at once */
 }
 
-/* A pause called this thread to a core (see call_watcher_here()): run wherever the main thread may. */
-void leave_core() noexcept {
-    cpu_set_t allowed;
-    if (sched_getaffinity(getpid(), sizeof allowed, &allowed) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
-}
-
 /* Argument of sched_setattr(2); glibc has it from 2.41 on. */
 struct SchedAttr {
     uint32_t size, policy;
@@ -525,9 +516,7 @@ void ask_for_short_slice() noexcept {
 void *watcher_main(void *) noexcept {
     pthread_setname_np(pthread_self(), "hs_gate");
     ask_for_short_slice();
-    gate.watcher.store(thread_id());
     Watcher().run();
-    gate.watcher.store(0);
     return nullptr;
 }
 
