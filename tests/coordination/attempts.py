@@ -104,8 +104,8 @@ class Story:
         if not self.run.rank_events(rank).exists():
             return 0
         kinds = [event.kind for event in self.events(rank)]
-        begin = len(kinds) - 1 - kinds[::-1].index(EventKind.INSTALLED)
-        return kinds[begin:].count(kind)
+        begins = [n for n, one in enumerate(kinds) if one is EventKind.INSTALLED]
+        return kinds[begins[-1] :].count(kind) if begins else 0
 
     def attempts(self) -> tuple[AttemptRecord, ...]:
         return AttemptLog(self.run.attempts_jsonl).attempts()

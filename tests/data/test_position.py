@@ -123,6 +123,8 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 """By the first word of each how its position is had."""
 
+ALONE = ("of their own", "the data set's generator")
+"""What would differ between workers."""
 WORKERS = [*itertools.product(KINDS, (False, True))]
 QUICK = [("sampler", False), ("sampler, generator", True), ("replay", True)]
 QUICK += [("replay, generator", False), ("stateful", False), ("stateful, generator", True)]
@@ -168,7 +170,7 @@ def test_stopped_at_every_moment_without_workers(kind: str) -> None:
     [
         pytest.param(*one, marks=() if one in QUICK else pytest.mark.long)
         for one in WORKERS
-        if one[0] not in ("replay, any iterable", "replay, stream") and "own" not in one[0]
+        if one[0] not in ("replay, any iterable", "replay, stream") and not one[0].endswith(ALONE)
     ],
 )
 def test_stopped_often_with_workers(kind: str, persistent: bool) -> None:

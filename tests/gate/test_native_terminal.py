@@ -48,7 +48,7 @@ def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path, terminal: Op
     there = terminal(os.environ)
 
     def told(word: str, times: int = 1) -> None:
-        there.until(lambda: there.history().count(word) == times, f"{word} {times} times")
+        there.until(lambda: there.history().count(word) >= times, f"{word} {times} times")
 
     there.type([sys.executable, "-u", str(script)])
     told("<READY>")
@@ -62,7 +62,8 @@ def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path, terminal: Op
             told(word, number)
     there.type(["kill", "-KILL", "%1"])
     there.type(["wait"])
-    told("Killed")
+    there.type(["expr", "50", "+", "0"])
+    told("\n50\n")  # it is gone; whether bash says so depends on whether wait came first
 
 
 def test_ctrl_z_without_a_shell_is_ignored(script: Path, terminal: Open) -> None:

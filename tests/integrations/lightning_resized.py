@@ -17,10 +17,12 @@ from typing import Any
 import lightning
 import torch
 from attempts import attempts
+from processes import wait_until
 from torch.utils.data import DataLoader, Dataset
 
 from hydroslurm.data import ResumableSampler
 from hydroslurm.integrations.lightning import Preemptible
+from hydroslurm.runtime.install import controller
 
 SAMPLES = 67
 
@@ -49,6 +51,7 @@ class Module(lightning.LightningModule):
         self._note("trained", [int(one) for one in batch.flatten().tolist()])
         if self.global_step == self._stop and self.global_rank == self.trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: controller().stop_request, "the stop")  # steps are faster than that
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:

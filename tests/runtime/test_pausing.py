@@ -65,6 +65,7 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Child]:
         yield trainer
 
 
+HELD = (EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD)
 with_both_gates = pytest.mark.parametrize("rank", ["native", "hooks"], indirect=True)
 
 
@@ -92,20 +93,22 @@ def test_pause_and_resume_by_the_users_signals(rank: Child, tmp_path: Path) -> N
     assert resumed.done
     assert "running again after" in resumed.message
     events = _events(tmp_path)
+    # a thread that waits for the GIL counts as asleep: it may be held when the rank has parked
+    (held,) = [event for event in events if event.kind in HELD]
+    assert held.data["operator"]
+    installed, _, _, parked, *_ = rest = [event for event in events if event is not held]
     wanted = [
         EventKind.INSTALLED,
         EventKind.SIGNAL_RECEIVED,
         EventKind.GATE_CLOSED,
-        EventKind.FIRST_OPERATOR_HELD,
         EventKind.PARKED,
         EventKind.SIGNAL_RECEIVED,
         EventKind.RESUMED,
         EventKind.FIRST_OPERATOR_RELEASED,
     ]
-    assert [event.kind for event in events] == wanted
-    assert events[4].step == step
-    installed, _, _, held, *_ = events
-    assert held.data["operator"]
+    assert [event.kind for event in rest] == wanted
+    assert events.index(held) in (3, 4)
+    assert parked.step == step
     assert ("module" in installed.data["granularity"]) == (installed.data["gate"] == "hooks")
     stamps = [event.mono_ns for event in events[1:5]]
     assert stamps == sorted(stamps)
