@@ -13,10 +13,10 @@ from hydroslurm.cli.status import rank_line, training_lines
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
-    from hydroslurm.jobs.control.history import PlainAttempt
-    from hydroslurm.jobs.control.view import JobView
     from hydroslurm.jobs.spec.replicas import ReplicaSpec
     from hydroslurm.jobs.supervisor.attempts import Attempt
+    from hydroslurm.observe.history import PlainAttempt
+    from hydroslurm.observe.job import JobView
 
 _MANY = 8
 """How many names and attempts of a job with a spec are listed; the rest is counted."""
@@ -26,7 +26,7 @@ _MANY_PLAIN = 16
 
 def describe(which: Which) -> None:
     """Show what was asked for, what became of it, and where its files are."""
-    from hydroslurm.jobs.control.view import view_of
+    from hydroslurm.observe.job import view_of
     from hydroslurm.slurm.client import open_client
 
     view = view_of(open_client(), which)
@@ -42,7 +42,7 @@ def list_jobs() -> None:
     have announced themselves.
     """
     from hydroslurm.core.trust import user_name
-    from hydroslurm.jobs.control.view import my_jobs
+    from hydroslurm.observe.job import my_jobs
     from hydroslurm.slurm.client import open_client
 
     rows = list(map(_row, my_jobs(open_client(), user_name())))
@@ -102,7 +102,7 @@ def training_job_lines(view: JobView) -> list[str]:
 
 
 def _replica_lines(view: JobView) -> list[str]:
-    from hydroslurm.jobs.control.view import replica_states
+    from hydroslurm.observe.job import replica_states
 
     states = replica_states(view)
     lines = []

@@ -45,7 +45,7 @@ def scale(
     from hydroslurm.elastic import control
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.errors import UsageError
-    from hydroslurm.jobs.control.view import locate
+    from hydroslurm.observe.job import locate
     from hydroslurm.slurm.client import open_client
 
     run, _ = locate(open_client(), which)
@@ -93,7 +93,7 @@ def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:
 def member_lines(run: RunDir, name: str) -> list[str]:
     """Return describe's and status's lines about the job of one member of an elastic run."""
     from hydroslurm.elastic.folder import ElasticFolder
-    from hydroslurm.jobs.control.view import submission_of
+    from hydroslurm.observe.job import submission_of
 
     folder = ElasticFolder(run=run.root)
     asked = submission_of(run)

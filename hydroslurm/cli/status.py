@@ -14,7 +14,7 @@ from hydroslurm.cli.shared import AsJsonLines, echo, moment
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
-    from hydroslurm.jobs.control.view import JobView, RankViews
+    from hydroslurm.observe.job import JobView, RankViews
     from hydroslurm.slurm.values import Job
 
 
@@ -32,7 +32,7 @@ def status(
     from hydroslurm.core.jobid import JobId
     from hydroslurm.core.trust import user_name
     from hydroslurm.jobs.control.requests import find_jobs, ranks_dir_of
-    from hydroslurm.jobs.control.view import JobView
+    from hydroslurm.observe.job import JobView
     from hydroslurm.slurm.client import open_client
 
     client = open_client()

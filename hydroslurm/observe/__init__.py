@@ -1,1 +1,2 @@
-"""Running jobs: one answer from Slurm for all of them, and the files of their run folders."""
+"""All that is known of jobs, from Slurm, their run folders and their ranks; nothing here acts on
+one."""

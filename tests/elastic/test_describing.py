@@ -21,7 +21,7 @@ from hydroslurm.elastic.coordinator import Coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import MemberState, Send, Size
 from hydroslurm.jobs.control.requests import ranks_dir_of
-from hydroslurm.jobs.control.view import JobView
+from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.values import Job, JobState
 
 

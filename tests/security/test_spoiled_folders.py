@@ -25,11 +25,11 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import NEVER, RankStatus
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.logs import follow_files
 from hydroslurm.jobs.control.requests import pause_job
-from hydroslurm.jobs.control.view import JobView, my_jobs, view_of
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
+from hydroslurm.observe.job import JobView, my_jobs, view_of
+from hydroslurm.observe.logs import follow_files
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.table import layout
 from hydroslurm.observe.watcher import Watcher

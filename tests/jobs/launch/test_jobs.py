@@ -19,8 +19,8 @@ from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.requests import pause_job, ranks_dir_of, requeue_job, resume_job
-from hydroslurm.jobs.control.view import JobView
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
+from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
 pytestmark = pytest.mark.slurm

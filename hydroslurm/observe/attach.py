@@ -9,8 +9,8 @@ from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import UsageError, WrongJobState
 from hydroslurm.jobs.control.attached import PROCESS
-from hydroslurm.jobs.control.logs import no_replica, plan_of, replica_of
-from hydroslurm.jobs.control.view import JobView
+from hydroslurm.observe.job import JobView
+from hydroslurm.observe.logs import no_replica, plan_of, replica_of
 from hydroslurm.slurm.values import Job, JobState
 
 

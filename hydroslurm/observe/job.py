@@ -1,5 +1,5 @@
 """One job as its run folder and Slurm tell it together: what ``status``, ``describe``, ``list``,
-``logs`` and ``attach`` show or need. How it came about: :mod:`~hydroslurm.jobs.control.history`.
+``logs`` and ``attach`` show or need. How it came about: :mod:`~hydroslurm.observe.history`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,6 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.history import (
-    PlainAttempt,
-    all_pauses,
-    attempts_of,
-    in_order,
-    newest,
-    of_ranks,
-    of_slurm,
-    of_status,
-    pause_now,
-)
 from hydroslurm.jobs.control.requests import (
     find_job,
     member_of,
@@ -63,6 +52,17 @@ from hydroslurm.jobs.supervisor.conditions import (
 from hydroslurm.jobs.supervisor.exit_policy import format_status
 from hydroslurm.jobs.supervisor.job_step import TaskExits
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
+from hydroslurm.observe.history import (
+    PlainAttempt,
+    all_pauses,
+    attempts_of,
+    in_order,
+    newest,
+    of_ranks,
+    of_slurm,
+    of_status,
+    pause_now,
+)
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.run_folders import read_owner, run_dirs_of
 from hydroslurm.slurm.values import Job, JobState

@@ -13,9 +13,9 @@ from pathlib import Path
 from hydroslurm.core.files import open_regular
 from hydroslurm.errors import HydroslurmError, NoSuchJob, RunFolderError, UsageError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.view import JobView, view_of
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
+from hydroslurm.observe.job import JobView, view_of
 from hydroslurm.slurm.client import open_client
 
 POLL_S = 0.3
