@@ -1046,7 +1046,6 @@ TRANSITIONS: Mapping[Phase, tuple[Transition, ...]] = {
     Phase.DECIDING: (
         Transition(_M._blamed, _M._expel, (Phase.DECIDING,)),
         Transition(_M._all_have_trained, _M._end_training, (Phase.TAIL, Phase.FINISHED)),
-        Transition(_M._too_many_train, _M._mark_surplus, (Phase.DECIDING,)),
         Transition(_M._must_save, _M._save, (Phase.SAVING,)),
         Transition(_M._can_never_meet, _M._give_up, (Phase.FAILED,)),
         Transition(_M._are_enough, _M._form, (Phase.FORMING,)),

@@ -10,7 +10,7 @@ from elasticworld import World, gathered
 
 from hydroslurm.elastic.liveness import Liveness
 from hydroslurm.elastic.membership import Membership
-from hydroslurm.elastic.roster import Action, Close, Record, Refused, Send, Size
+from hydroslurm.elastic.roster import Action, Close, Phase, Record, Refused, Send, Size
 
 
 def test_scaling_down_sends_the_newest_away() -> None:
@@ -213,6 +213,49 @@ def test_a_leaving_member_that_alone_has_the_newest_state_sends_it_first() -> No
         machine.join((name, 0), local_size=1, node="", generation=0, holding=False, now_s=now_s)
         told = machine.ready((name, 0), now_s)
     assert (sent(told, "form")["m2"]["source"], sent(told, "form")["m2"]["needs"]) == (1, [0, 2])
+
+
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.TRAINING, Phase.SUSPENDED])
+def test_an_idle_member_that_leaves_is_let_go_at_once(phase: Phase) -> None:
+    """Whatever the others do: wait for more, train, or hold."""
+    world = gathered(1 if phase is Phase.WAITING else 2, min=2, max=2)
+    machine, now_s = world.membership, world.now_s
+    if phase is Phase.SUSPENDED:
+        machine.lost(("m2", 0), now_s)
+        hold(world, {"m1": 5})
+    assert machine.phase is phase
+    machine.join(("m9", 0), local_size=1, node="", generation=0, holding=False, now_s=now_s)
+    assert list(sent(machine.leave(("m9", 0), "SIGTERM", now_s), "depart")) == ["m9"]
+    assert machine.phase is phase
+
+
+def test_a_new_coordinator_changes_nothing_before_all_are_back() -> None:
+    """Who leaves or joins meanwhile is not called for: a rank that returns in the middle of a
+    change would drop its step."""
+    machine = Membership(Size(min=1, max=3, wanted=3), generation=4, current=[("m1", 1), ("m2", 1)])
+
+    def join(name: str, generation: int) -> list[Action]:
+        return machine.join(
+            (name, 0), local_size=1, node="", generation=generation, holding=False, now_s=1.0
+        )
+
+    told = [*join("m1", 4), *join("m3", 0), *machine.ready(("m3", 0), 1.0)]
+    told += [*machine.tick(2.0), *machine.leave(("m1", 0), "SIGTERM", 2.0)]
+    assert not sent(told, "hold")
+    told = join("m2", 4)
+    assert (list(sent(told, "hold")), sent(told, "abort")) == (["m1", "m2"], {})
+
+
+def test_one_lost_while_the_others_save_makes_the_group_incomplete() -> None:
+    """No tail follows, though all who are left have trained to the end."""
+    world = gathered(2, min=2, max=2)
+    machine, now_s = world.membership, world.now_s
+    machine.leave(("m2", 0), "SIGTERM", now_s)
+    assert list(sent(hold(world, {"m1": 7, "m2": 7}, final=True), "save")) == ["m1"]
+    machine.lost(("m2", 0), now_s)
+    assert machine.change is not None
+    machine.saved(("m1", 0), machine.change.number, now_s)
+    assert machine.phase is Phase.SUSPENDED
 
 
 @pytest.mark.parametrize("why", ["leaves", "failed", "lost"])
