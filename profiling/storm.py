@@ -22,7 +22,7 @@ from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.runtime.install import controller as installed_controller
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.requeue import StopHandler
+from hydroslurm.training.stopping import StopHandler
 
 NODES = 4
 LIMIT_S = 180.0
@@ -61,7 +61,7 @@ def start(cluster: DevCluster, job_ids: Sequence[int]) -> dict[int, StopHandler]
         handlers[job_id] = StopHandler(allocation, controller, ranks, environ=environ)
 
     def have_asked() -> bool:
-        return all(handler._policies is not None for handler in handlers.values())
+        return all(handler._job and handler._job._policies for handler in handlers.values())
 
     wait_until(have_asked, "settings", limit_s=LIMIT_S)
     return handlers

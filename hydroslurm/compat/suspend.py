@@ -28,7 +28,7 @@ from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
-from hydroslurm.training.requeue import StopHandler
+from hydroslurm.training.stopping import StopHandler
 
 
 class _Protocol:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from hydroslurm import numa
 from hydroslurm.coordination.world import World
-from hydroslurm.core import registry
+from hydroslurm.core import registry, rundir
 from hydroslurm.core.events import EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import (
@@ -33,7 +33,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.gate import GATE_ENV, GateKind, chosen_kind, open_gate
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
-from hydroslurm.runtime import autoload, unsaved_warning
+from hydroslurm.runtime import autoload
 from hydroslurm.runtime.child_signals import (
     spawns_shielded,
     wandb_shielded,
@@ -42,7 +42,6 @@ from hydroslurm.runtime.child_signals import (
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.runtime.journal import Identity, RankJournal, StatusWriter, interval_s
 from hydroslurm.runtime.standing import Watch
-from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import is_alone
 
 if TYPE_CHECKING:
@@ -234,6 +233,8 @@ def _set_up(
         undo.callback(controller.stop)
         _announce(base, journal, plan)
         if folder is not None and identity.rank == 0 and identity.job_id is not None:
+            from hydroslurm.runtime import unsaved_warning
+
             beside.callback(unsaved_warning.watch(controller, folder, identity.job_id, environ))
         undo.pop_all()
         return controller, beside.pop_all()
@@ -408,11 +409,20 @@ def _registry_base(environ: Mapping[str, str]) -> Path | None:
         return None
 
 
+def folder_of_job(environ: Mapping[str, str]) -> RunDir | None:
+    """As :func:`run_folders.from_environment`, which is loaded in a job only."""
+    if rundir.from_environment(environ) is None:
+        return None
+    from hydroslurm.slurm import run_folders
+
+    return run_folders.from_environment(environ)
+
+
 def _run_folder(
     given: str | os.PathLike[str] | None, environ: Mapping[str, str], base: Path | None
 ) -> RunDir | None:
     try:
-        of_run = RunDir(Path(given)) if given is not None else run_folders.from_environment(environ)
+        of_run = RunDir(Path(given)) if given is not None else folder_of_job(environ)
         if of_run is not None:
             mode = 0o700 if given is None else 0o775
             return RunDir(of_run.root.absolute()).claim(mode=mode)

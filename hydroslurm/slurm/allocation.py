@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hydroslurm.errors import UnreadableOutput, UsageError
-from hydroslurm.slurm.text import expand_nodes
 
 ALONE_ENV = "HYDROSLURM_ALONE"
 """Environment variable: 1 says that the tasks of a job step do not train together."""
@@ -123,6 +122,8 @@ def _nodes(environ: Mapping[str, str], *, in_step: bool) -> tuple[str, ...]:
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     for name in names if in_step else names[1:]:
         if environ.get(name):
+            from hydroslurm.slurm.text import expand_nodes  # outside of a job nothing needs it
+
             try:
                 return expand_nodes(environ[name])
             except UnreadableOutput as error:

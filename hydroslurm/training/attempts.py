@@ -65,6 +65,26 @@ _BUDGETS = {
 
 
 @dataclass(frozen=True)
+class StopPlan:
+    """What a stop means for this job.
+
+    Attributes:
+        ending: for attempts.jsonl.
+        deadline_mono_s: until when the process certainly survives (``time.monotonic()``);
+            infinite where nothing will kill it.
+        requeue: whether to ask Slurm to start the job again.
+        exit_code: the status to exit with.
+        message: why, for the log.
+    """
+
+    ending: Ending
+    deadline_mono_s: float
+    requeue: bool
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Limits:
     """How often a run may be started again, by cause; None means no limit.
 

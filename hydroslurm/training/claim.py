@@ -10,14 +10,13 @@ from typing import Any
 
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core import rundir
-from hydroslurm.core.fence import Fence
+from hydroslurm.core.fence import Claim, Fence
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import ELASTIC_ENV, RUN_DIR_ENV, RunDir
 from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import ALONE_ENV, Allocation
 from hydroslurm.training.attempts import finished_step, remove_finished
 from hydroslurm.training.rank_group import RankGroup
@@ -41,7 +40,7 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
                 "folder), or None for that of the job. Is a variable empty?"
             )
         return RunDir(Path(given).absolute()).claim(mode=0o775)
-    found = run_folders.from_environment(environ)
+    found = installation.folder_of_job(environ)
     if found is None:
         raise UsageError(
             "this process is in no Slurm job, so that there is no run folder to save into; give "
@@ -165,13 +164,19 @@ def require_own(run_dir: RunDir, *, fence: Fence, anew: bool = False) -> None:
             f"({clean(str(holder))}), and this is {me.script or 'another one'}: nothing of it was "
             f"loaded. If it is the same training, remove {run_dir.claim_json.name} there"
         )
-    elif beside and holder.pid != me.pid and run_folders.lives(holder, me):
+    elif beside and holder.pid != me.pid and _lives(holder, me):
         why = f"another training of this job is in {run_dir.root} ({clean(str(holder))})"
     if why:
         raise RunFolderError(
             f"{why}. A folder belongs to one training: give this one its own by "
             f"Run(directory=...), or {RUN_DIR_ENV} in the line that starts it"
         )
+
+
+def _lives(holder: Claim, me: Claim) -> bool:
+    from hydroslurm.slurm import run_folders  # for a second process of one start only
+
+    return run_folders.lives(holder, me)
 
 
 def set_aside(checkpoints: Path) -> Path | None:

@@ -1,44 +1,29 @@
-"""What a stop means (why, until when, whether to come back), and requeueing the job.
+"""Why Slurm stops a job, until when its processes live, and the requeue.
 
-Slurm is asked while the training thread is still on its way to the safe point, and a save that
-will be in time whatever the answer does not wait for it. Without an answer the worst is assumed:
-little time, and a job that is to continue.
+Loaded inside of a job only. Slurm is asked while the training thread is still on its way to the
+safe point. Without an answer the worst is assumed: little time, and a job that is to continue.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import (
-    CANCELLED,
-    FAILED,
-    MUST_NOT_RUN_AGAIN,
-    RUN_AGAIN,
-    ExitForRequeue,
-)
+from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.fence import Fence, process_began_epoch_s
-from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import thread
-from hydroslurm.errors import (
-    HydroslurmError,
-    RanksError,
-    RunFolderError,
-    StaleAttempt,
-    WrongJobState,
-)
+from hydroslurm.errors import HydroslurmError, RunFolderError, StaleAttempt, WrongJobState
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import Policies, SitePolicy, StopReason, read_policies
 from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.run_folders import others_of_job, wait_until_saved
@@ -51,12 +36,8 @@ from hydroslurm.slurm.stops import (
     why_stopped,
 )
 from hydroslurm.slurm.values import Job
-from hydroslurm.training.attempts import Ending
-from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.attempts import Ending, StopPlan
 from hydroslurm.training.reporting import notice, warning
-
-if TYPE_CHECKING:
-    from hydroslurm.slurm.client import SlurmClient
 
 ANSWER_S = 2.0
 """How long a save waits for Slurm to say why; waiting longer would eat into the grace."""
@@ -79,26 +60,6 @@ _ENDINGS: dict[StopReason, Ending] = {
 }
 
 
-@dataclass(frozen=True)
-class StopPlan:
-    """What a stop means for this job.
-
-    Attributes:
-        ending: for attempts.jsonl.
-        deadline_mono_s: until when the process certainly survives (``time.monotonic()``);
-            infinite where nothing will kill it.
-        requeue: whether to ask Slurm to start the job again.
-        exit_code: the status to exit with.
-        message: why, for the log.
-    """
-
-    ending: Ending
-    deadline_mono_s: float
-    requeue: bool
-    exit_code: int
-    message: str
-
-
 def _ends_a_failure(request: StopRequest, stop: Stop) -> bool:
     """Whether a SIGTERM that came when ranks were lost is due to their loss.
 
@@ -110,17 +71,16 @@ def _ends_a_failure(request: StopRequest, stop: Stop) -> bool:
     return stop.reason is StopReason.ASKED and request.signal == "SIGTERM"
 
 
-class StopHandler:
-    """Finds out what a stop of these ranks means, and requeues their job.
+class JobStop:
+    """Finds out what a stop means for one job, and requeues it.
 
     :meth:`note_request` may be called from any thread; the rest belongs to the training thread.
     """
 
     def __init__(
         self,
-        allocation: Allocation | None,
+        allocation: Allocation,
         controller: Controller,
-        rank_group: RankGroup,
         *,
         environ: Mapping[str, str],
         fence: Fence | None = None,
@@ -130,9 +90,7 @@ class StopHandler:
         self._began_epoch_s = process_began_epoch_s()
         self._allocation = allocation
         self._controller = controller
-        self._rank_group = rank_group
         self._environ = dict(environ)
-        self._is_member = bool(environ.get(GENERATION_ENV))
         self._policies: Policies | None = None
         self._stop: Stop | None = None
         self._answered = threading.Event()
@@ -140,13 +98,10 @@ class StopHandler:
         self._heard = threading.Event()
         self._request: StopRequest | None = None
         self._asking: threading.Thread | None = None
-        if allocation is not None:  # loaded now: at a stop there is little time
-            importlib.import_module("hydroslurm.slurm.client")
-        if rank_group.rank == 0:  # another one asks only when it has to decide in its place
-            self._ask()
 
-    def _ask(self) -> None:
-        if self._allocation is not None and self._asking is None:
+    def ask(self) -> None:
+        """Read the settings now, and ask for the reason once a stop is requested; in a thread."""
+        if self._asking is None:
             self._asking = thread(self._find_out, name="hydroslurm-policy")
             self._asking.start()
 
@@ -156,63 +111,35 @@ class StopHandler:
             self._request = request
         self._heard.set()
 
-    def certain_mono_s(self) -> float:
-        """Until when this process survives whatever Slurm will answer (``time.monotonic()``);
-        infinite where nothing will kill it."""
-        request = self._request
-        assert request is not None, "certain_mono_s() before note_request()"
-        if self._allocation is None:
-            return math.inf
+    def certain_mono_s(self, request: StopRequest) -> float:
+        """Until when this process survives whatever Slurm will answer (``time.monotonic()``)."""
         sure_s = LEAST_GRACE_S if self._policies is None else self._policies.kill_after_s
         return request.mono_ns / 1e9 + sure_s
 
     def end_mono_s(self) -> float:
         """When this process is killed, as far as Slurm has said so (``time.monotonic()``); infinite
         where it lets the job go on, or does not answer. Waits for its answer."""
-        if self._allocation is None or self._is_member:
-            return math.inf
-        self._ask()
+        self.ask()
         self._answered.wait()
         stop, request = self._stop, self._request
         if stop is None or request is None or self._policy is None:
             return math.inf
         return math.inf if stop.reason is StopReason.UNKNOWN else self._deadline(request, stop)
 
-    def agree(self, *, ranks_gone: bool = False) -> StopPlan:
-        """Have one rank ask Slurm what the stop means, for all; as :meth:`plan`.
+    def deadline_mono_s(self, request: StopRequest) -> float:
+        """As :meth:`end_mono_s`, of any stop; waits at most ``ANSWER_S``."""
+        self.ask()
+        stop = self._stop if self._answered.wait(ANSWER_S) else None
+        return math.inf if stop is None else self._deadline(request, stop)
 
-        Raises:
-            AgreementFailed, CoordinatorLost: the answer cannot reach all ranks.
-        """
-
-        def ask() -> dict[str, Any]:
-            plan = self.plan(ranks_gone=ranks_gone)
-            # a duration: monotonic clocks of two nodes have nothing in common
-            left_s = plan.deadline_mono_s - time.monotonic()
-            return {**asdict(plan), "deadline_mono_s": to_json(left_s)}
-
-        agreed = dict(self._rank_group.decide("plan", ask))
-        left_s = from_json(agreed.pop("deadline_mono_s"))
-        return StopPlan(**agreed, deadline_mono_s=time.monotonic() + left_s)
-
-    def plan(self, *, ranks_gone: bool = False) -> StopPlan:
+    def plan(self, request: StopRequest, *, ranks_gone: bool = False) -> StopPlan:
         """Decide what this stop means; waits at most ``ANSWER_S`` for Slurm.
 
         Args:
             ranks_gone: some ranks have died, or do not answer.
         """
-        request = self._request
-        assert request is not None, "plan() before note_request()"
-        self._ask()
+        self.ask()
         since = request.message
-        if self._is_member:
-            deadline_mono_s = math.inf
-            if self._allocation is not None and self._answered.wait(ANSWER_S) and self._stop:
-                deadline_mono_s = self._deadline(request, self._stop)
-            return self._plan_of_member(request, deadline_mono_s)
-        if self._allocation is None:
-            message = f"{since}, outside of a job: run the same command again to go on"
-            return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
         is_answered, stop = self._answered.wait(ANSWER_S), self._stop
         if stop is None:
             what = "could not be asked why"
@@ -237,48 +164,12 @@ class StopHandler:
             message=f"{since}: {stop.message}",
         )
 
-    def plan_unasked(self) -> StopPlan | None:
-        """What a stop means that Slurm need not be asked about, as there is no deadline; None for
-        all others. A member's ranks are started anew whatever the reason is."""
-        if not self._is_member or self._request is None:
-            return None
-        return self._plan_of_member(self._request, math.inf)
-
-    def _plan_of_member(self, request: StopRequest, deadline_mono_s: float) -> StopPlan:
-        message = f"{request.message}: the members of this elastic run change"
-        return StopPlan("asked", deadline_mono_s, False, RUN_AGAIN, message)
-
-    def exit(self, plan: StopPlan, *, before: Callable[[], None] | None = None) -> ExitForRequeue:
-        """Have one rank requeue the job, and all ranks exit with one status.
-
-        Args:
-            before: called on the rank that requeues the job, before it does.
-        """
-
-        def leave() -> int:
-            try:
-                if before is not None:
-                    before()
-            except StaleAttempt as error:
-                warning(str(error))
-                return MUST_NOT_RUN_AGAIN
-            except (RunFolderError, OSError) as error:  # a full disk must not cost the requeue
-                warning(f"the end of this attempt cannot be recorded: {error}")
-            return int(self.requeue(plan).code or 0)
-
-        try:
-            code = int(self._rank_group.decide("exit", leave))
-        except RanksError:  # the first rank, if it is alive, acts for the job
-            code = leave() if self._rank_group.rank == 0 else plan.exit_code
-        self._rank_group.part()
-        return ExitForRequeue(code)
-
     def requeue(self, plan: StopPlan) -> ExitForRequeue:
         """Requeue the job where the plan wants it; the exit is returned, to be raised.
 
         Never raises: the state is saved, and the exit status tells the batch script the rest.
         """
-        if not plan.requeue or self._allocation is None:
+        if not plan.requeue:
             return ExitForRequeue(plan.exit_code)
         self._wait_for_neighbours(self._allocation, plan.deadline_mono_s)
         stop = self._stop_now()
@@ -307,13 +198,10 @@ class StopHandler:
     # --------------------------------------------------------------------------------------------
 
     def _client(self, retry_policy: RetryPolicy) -> SlurmClient:
-        from hydroslurm.slurm.client import open_client  # outside of a job nobody is asked
-
         return open_client(environ=self._environ, retry_policy=retry_policy)
 
     def _find_out(self) -> None:
         """Read the settings at the start, while there is time; ask for the reason at a stop."""
-        assert self._allocation is not None
         job_id = self._allocation.job_id
         try:
             client = self._client(IN_GRACE)
@@ -346,7 +234,6 @@ class StopHandler:
         """The stop as Slurm has it now: a person may have cancelled the job since the first answer.
         Slurm requeues a cancelled job while its processes are alive (measured), which would undo
         the cancellation. A job that was in the queue again already is not asked about twice."""
-        assert self._allocation is not None
         stop = self._stop
         is_fresh = time.monotonic() - self._answered_mono_s < STALE_AFTER_S
         if stop is not None and (is_fresh or stop.pending_again):
@@ -434,13 +321,3 @@ class StopHandler:
 
     def _assumed_deadline(self, request: StopRequest) -> float:
         return request.mono_ns / 1e9 + ASSUMED_GRACE_S
-
-
-def to_json(seconds: float) -> float | None:
-    """JSON has no infinity."""
-    return None if math.isinf(seconds) else seconds
-
-
-def from_json(seconds: float | None) -> float:
-    """As :func:`to_json` has written it."""
-    return math.inf if seconds is None else float(seconds)

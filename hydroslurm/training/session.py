@@ -39,7 +39,6 @@ from hydroslurm.errors import (
 )
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
-from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.attempts import (
     CurrentAttempt,
@@ -65,9 +64,8 @@ from hydroslurm.training.contents import Contents
 from hydroslurm.training.gradients import Models
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import SaveRecorder, notice, warning
-from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
-from hydroslurm.training.stopping import Stopping
+from hydroslurm.training.stopping import StopHandler, Stopping
 from hydroslurm.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -141,6 +139,8 @@ class Session:
         cadence = cadence_of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
         if directory is None:  # a script makes the same runs, in the same order, in each attempt
+            from hydroslurm.slurm import run_folders
+
             run_folders.warn_of_doubt(self.dir)
             self.dir = next_unfinished(self.dir).claim()
         require_unfinished(self.dir)

@@ -23,27 +23,40 @@ import math
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue, end_process
+from hydroslurm.core.exitcodes import (
+    MUST_NOT_RUN_AGAIN,
+    RUN_AGAIN,
+    ExitForRequeue,
+    end_process,
+)
+from hydroslurm.core.fence import Fence
+from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.status import read_status
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
     CoordinatorLost,
     RanksError,
+    RunFolderError,
     SaveFailed,
     StaleAttempt,
 )
-from hydroslurm.runtime.controller import StopRequest
-from hydroslurm.training.attempts import CurrentAttempt
+from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.training.attempts import CurrentAttempt, StopPlan
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
-from hydroslurm.training.requeue import StopHandler, StopPlan, from_json, to_json
+
+if TYPE_CHECKING:
+    from hydroslurm.training.requeue import JobStop
 
 SAY_S = 10.0
 """A stop that waits this long is reported, with the place where the training is."""
@@ -65,6 +78,128 @@ class SaveWindow:
 
     deadline_mono_s: float
     plan: StopPlan | None
+
+
+class StopHandler:
+    """What a stop means for these ranks: one of them asks Slurm, and all do the same.
+
+    :meth:`note_request` may be called from any thread; the rest belongs to the training thread.
+    """
+
+    def __init__(
+        self,
+        allocation: Allocation | None,
+        controller: Controller,
+        rank_group: RankGroup,
+        *,
+        environ: Mapping[str, str],
+        fence: Fence | None = None,
+    ) -> None:
+        """``fence``: of the run's folder; an attempt that does not hold it requeues nothing."""
+        self._rank_group = rank_group
+        self._is_member = bool(environ.get(GENERATION_ENV))
+        self._request: StopRequest | None = None
+        self._job: JobStop | None = None
+        if allocation is not None:  # loaded now: at a stop there is little time
+            from hydroslurm.training.requeue import JobStop
+
+            self._job = JobStop(allocation, controller, environ=environ, fence=fence)
+            if rank_group.rank == 0:  # another one asks only when it has to decide in its place
+                self._job.ask()
+
+    def note_request(self, request: StopRequest) -> None:
+        """Start to find out why a stop was requested. Returns at once; the first request counts."""
+        if self._request is None:
+            self._request = request
+        if self._job is not None:
+            self._job.note_request(request)
+
+    def certain_mono_s(self) -> float:
+        """Until when this process survives whatever Slurm will answer (``time.monotonic()``);
+        infinite where nothing will kill it."""
+        assert self._request is not None, "certain_mono_s() before note_request()"
+        return math.inf if self._job is None else self._job.certain_mono_s(self._request)
+
+    def end_mono_s(self) -> float:
+        """When this process is killed, as far as Slurm has said so (``time.monotonic()``); infinite
+        where it lets the job go on, or does not answer. Waits for its answer."""
+        return math.inf if self._job is None or self._is_member else self._job.end_mono_s()
+
+    def agree(self, *, ranks_gone: bool = False) -> StopPlan:
+        """Have one rank ask Slurm what the stop means, for all; as :meth:`plan`.
+
+        Raises:
+            AgreementFailed, CoordinatorLost: the answer cannot reach all ranks.
+        """
+
+        def ask() -> dict[str, Any]:
+            plan = self.plan(ranks_gone=ranks_gone)
+            # a duration: monotonic clocks of two nodes have nothing in common
+            left_s = plan.deadline_mono_s - time.monotonic()
+            return {**asdict(plan), "deadline_mono_s": _to_json(left_s)}
+
+        agreed = dict(self._rank_group.decide("plan", ask))
+        left_s = _from_json(agreed.pop("deadline_mono_s"))
+        return StopPlan(**agreed, deadline_mono_s=time.monotonic() + left_s)
+
+    def plan(self, *, ranks_gone: bool = False) -> StopPlan:
+        """Decide what this stop means; waits a moment for Slurm's answer.
+
+        Args:
+            ranks_gone: some ranks have died, or do not answer.
+        """
+        request, job = self._request, self._job
+        assert request is not None, "plan() before note_request()"
+        if self._is_member:
+            deadline_mono_s = math.inf if job is None else job.deadline_mono_s(request)
+            return self._plan_of_member(request, deadline_mono_s)
+        if job is None:
+            message = f"{request.message}, outside of a job: run the same command again to go on"
+            return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
+        return job.plan(request, ranks_gone=ranks_gone)
+
+    def plan_unasked(self) -> StopPlan | None:
+        """What a stop means that Slurm need not be asked about, as there is no deadline; None for
+        all others. A member's ranks are started anew whatever the reason is."""
+        if not self._is_member or self._request is None:
+            return None
+        return self._plan_of_member(self._request, math.inf)
+
+    def _plan_of_member(self, request: StopRequest, deadline_mono_s: float) -> StopPlan:
+        message = f"{request.message}: the members of this elastic run change"
+        return StopPlan("asked", deadline_mono_s, False, RUN_AGAIN, message)
+
+    def exit(self, plan: StopPlan, *, before: Callable[[], None] | None = None) -> ExitForRequeue:
+        """Have one rank requeue the job, and all ranks exit with one status.
+
+        Args:
+            before: called on the rank that requeues the job, before it does.
+        """
+
+        def leave() -> int:
+            try:
+                if before is not None:
+                    before()
+            except StaleAttempt as error:
+                warning(str(error))
+                return MUST_NOT_RUN_AGAIN
+            except (RunFolderError, OSError) as error:  # a full disk must not cost the requeue
+                warning(f"the end of this attempt cannot be recorded: {error}")
+            return int(self.requeue(plan).code or 0)
+
+        try:
+            code = int(self._rank_group.decide("exit", leave))
+        except RanksError:  # the first rank, if it is alive, acts for the job
+            code = leave() if self._rank_group.rank == 0 else plan.exit_code
+        self._rank_group.part()
+        return ExitForRequeue(code)
+
+    def requeue(self, plan: StopPlan) -> ExitForRequeue:
+        """Requeue the job where the plan wants it; the exit is returned, to be raised.
+
+        Never raises: the state is saved, and the exit status tells the batch script the rest.
+        """
+        return ExitForRequeue(plan.exit_code) if self._job is None else self._job.requeue(plan)
 
 
 class Stopping:
@@ -116,12 +251,12 @@ class Stopping:
         certain_mono_s = self._stop_handler.certain_mono_s() if is_first else math.inf
         mine = {
             "step": step,
-            "certain_s": to_json(certain_mono_s - now_s),
+            "certain_s": _to_json(certain_mono_s - now_s),
             "needs_s": SAFETY * self._saver.expect_s(),
         }
         values = self._rank_group.exchange("stop", mine)
         _require_one_step({rank: int(value["step"]) for rank, value in values.items()})
-        certain_s = min(from_json(value["certain_s"]) for value in values.values())
+        certain_s = min(_from_json(value["certain_s"]) for value in values.values())
         if max(float(value["needs_s"]) for value in values.values()) < certain_s:
             return SaveWindow(now_s + certain_s, None)
         plan = self._stop_handler.agree()
@@ -273,6 +408,16 @@ class Stopping:
         message = f"no safe point in {waited_s:.1f} s: {whereabouts()}"
         self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", message=message)
         return waited_s
+
+
+def _to_json(seconds: float) -> float | None:
+    """JSON has no infinity."""
+    return None if math.isinf(seconds) else seconds
+
+
+def _from_json(seconds: float | None) -> float:
+    """As :func:`_to_json` has written it."""
+    return math.inf if seconds is None else float(seconds)
 
 
 def _logs_for_all(rank_group: RankGroup, error: RanksError) -> bool:

@@ -24,8 +24,9 @@ from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import BACKEND_ENV, JobState, open_client
 from hydroslurm.training import requeue as leaving
+from hydroslurm.training.attempts import StopPlan
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.requeue import StopHandler, StopPlan
+from hydroslurm.training.stopping import StopHandler
 
 pytestmark = pytest.mark.slurm
 
