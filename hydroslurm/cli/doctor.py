@@ -61,7 +61,7 @@ def doctor(
     from hydroslurm.observe.doctor import findings
     from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.vacate.cuda_checkpoint import why_not_here
+    from hydroslurm.vacate.policy import why_not_here
 
     try:
         save = _save(run, save_s, state_bytes)

@@ -8,6 +8,7 @@ training's locks and imports nothing, because a parked thread may hold the lock.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import threading
 import time
@@ -24,14 +25,13 @@ from hydroslurm.errors import HydroslurmError, InstallError, UsageError
 from hydroslurm.gate.marks import Range
 from hydroslurm.gate.protocol import Action, Cause, GateState
 from hydroslurm.runtime import device
-from hydroslurm.vacate.communicators import Communicators
-from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, why_not_here
 from hydroslurm.vacate.policy import (
     DEFAULT_GRACE_S,
     VacatePolicy,
     grace_from,
     why_no_memory,
     why_no_time,
+    why_not_here,
 )
 from hydroslurm.vacate.request import read_request
 from hydroslurm.vacate.round import Agree, Limits, Outcome, VacateRound, alone
@@ -39,6 +39,7 @@ from hydroslurm.vacate.round import Agree, Limits, Outcome, VacateRound, alone
 if TYPE_CHECKING:
     from hydroslurm.coordination.client import CoordinatorClient
     from hydroslurm.gate import Gate
+    from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
 
 _POLL_S = 0.5
 _LOOK_S = 2.0
@@ -80,6 +81,8 @@ class Vacating:
         """
         self.policy = VacatePolicy.from_environ(environ)
         self.grace_s = DEFAULT_GRACE_S if (told := grace_from(environ)) is None else told
+        if not why_not_here():  # loaded now: a parked thread may hold the lock of an import
+            importlib.import_module("hydroslurm.vacate.cuda_checkpoint")
         self._environ = dict(environ)
         self.open_device: Callable[[], CudaCheckpoint | None] = open_device
         self.is_at_work = False
@@ -308,6 +311,9 @@ def open_device() -> CudaCheckpoint | None:
     devices = device.used_devices()
     if not devices or why_not_here():
         return None
+    from hydroslurm.vacate.communicators import Communicators
+    from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
+
     return CudaCheckpoint(
         used_bytes=device.reserved_bytes, devices=len(devices), communicators=Communicators()
     )

@@ -15,14 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from enum import Enum
-from pathlib import Path
 
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import VacateError
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.helper import AT_WORK
+from hydroslurm.vacate.policy import DeviceState
 
 HELPER = module_command(sys.executable, "hydroslurm.vacate.helper")
 START_S = 30.0
@@ -33,34 +32,6 @@ CONTEXT_BYTES = 700_000_000
 """Of one device's context, which torch does not count."""
 _SLICE_S = 0.25
 _AT_WORK = ("checkpointing", "restoring", AT_WORK)
-_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def why_not_here(*, driver: Path = _DRIVER) -> str:
-    """Why this node cannot checkpoint devices, as far as can be told without CUDA; empty if it
-    may."""
-    try:
-        text = driver.read_text(errors="replace")
-    except OSError:
-        return "this node has no NVIDIA driver"
-    number = next((word for word in text.split() if word[:3].isdecimal() and "." in word), "")
-    if number and int(number.partition(".")[0]) < 570:
-        return f"the NVIDIA driver is {number}; CUDA's checkpoint API needs 570 or newer"
-    return ""
-
-
-class DeviceState(Enum):
-    """Where a process's device memory is; the words are those of CUDA's checkpoint API."""
-
-    RUNNING = "running"
-    LOCKED = "locked"
-    """In place; calls into the device wait until it is unlocked."""
-    CHECKPOINTED = "checkpointed"
-    """Away: the device has forgotten this process."""
-    FAILED = "failed"
-    """Lost: neither on the device nor restorable."""
-    UNKNOWN = "unknown"
-    """The device's driver does not answer."""
 
 
 class CudaCheckpoint:

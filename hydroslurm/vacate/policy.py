@@ -1,9 +1,10 @@
-"""When a pause vacates, and whether there is memory and time for it."""
+"""When a pause vacates, whether this node can, and whether there is memory and time for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.errors import UsageError
@@ -21,6 +22,7 @@ DEFAULT_GRACE_S = 2.0
 """Slurm's own."""
 MARGIN_S = 0.25
 """Of the grace, for parking, draining and agreeing."""
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class VacatePolicy(str, Enum):
@@ -47,6 +49,20 @@ class VacatePolicy(str, Enum):
         return cls(word)
 
 
+class DeviceState(Enum):
+    """Where a process's device memory is; the words are those of CUDA's checkpoint API."""
+
+    RUNNING = "running"
+    LOCKED = "locked"
+    """In place; calls into the device wait until it is unlocked."""
+    CHECKPOINTED = "checkpointed"
+    """Away: the device has forgotten this process."""
+    FAILED = "failed"
+    """Lost: neither on the device nor restorable."""
+    UNKNOWN = "unknown"
+    """The device's driver does not answer."""
+
+
 def grace_from(environ: Mapping[str, str]) -> float | None:
     """``HYDROSLURM_SUSPEND_GRACE_S``; None where it is not set.
 
@@ -59,6 +75,19 @@ def grace_from(environ: Mapping[str, str]) -> float | None:
     if not text.replace(".", "", 1).isdecimal():
         raise UsageError(f"{GRACE_ENV}={text[:60]!r}; wanted a number of seconds, such as 30")
     return float(text)
+
+
+def why_not_here(*, driver: Path = _DRIVER) -> str:
+    """Why this node cannot checkpoint devices, as far as can be told without CUDA; empty if it
+    may."""
+    try:
+        text = driver.read_text(errors="replace")
+    except OSError:
+        return "this node has no NVIDIA driver"
+    number = next((word for word in text.split() if word[:3].isdecimal() and "." in word), "")
+    if number and int(number.partition(".")[0]) < 570:
+        return f"the NVIDIA driver is {number}; CUDA's checkpoint API needs 570 or newer"
+    return ""
 
 
 def why_no_memory(host_bytes: int, room: Room) -> str:

@@ -17,10 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hydroslurm.errors import RanksError, VacateError
-from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, DeviceState
+from hydroslurm.vacate.policy import DeviceState
+
+if TYPE_CHECKING:
+    from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
 
 _RUNNING = DeviceState.RUNNING
 UNLOCK_TRIES = 3

@@ -17,12 +17,9 @@ import pytest
 from vacate.model import FAULTS, STEPS, state_of
 
 from hydroslurm.vacate.communicators import Communicators
-from hydroslurm.vacate.cuda_checkpoint import (
-    CudaCheckpoint,
-    DeviceState,
-    why_not_here,
-)
+from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
 from hydroslurm.vacate.helper import CudaApi, Refused, serve
+from hydroslurm.vacate.policy import DeviceState, why_not_here
 from hydroslurm.vacate.round import Limits, VacateRound
 
 SHORT = Limits(

@@ -14,7 +14,7 @@ from hydroslurm.coordination.frames import pack
 from hydroslurm.coordination.messages import Outbox
 from hydroslurm.coordination.state import Agreements
 from hydroslurm.errors import AgreementFailed, VacateError
-from hydroslurm.vacate.cuda_checkpoint import DeviceState
+from hydroslurm.vacate.policy import DeviceState
 from hydroslurm.vacate.round import Limits, Outcome, VacateRound
 
 WORLD = 3
