@@ -75,7 +75,7 @@ def stop(folder: Path, handlers: dict[int, StopHandler]) -> None:
         told, handler = folder / f"told-{job_id}", handlers[job_id]
         wait_until(told.exists, f"SIGTERM for job {job_id}", limit_s=LIMIT_S)
         handler.note_request(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
-        return int(handler.requeue(handler.plan()).code or 0)
+        return handler.requeue(handler.plan())
 
     with ThreadPoolExecutor(len(handlers)) as pool:
         statuses = set(pool.map(follow, handlers))

@@ -1,16 +1,21 @@
 """How long a save takes here, and what becomes of the one in flight when a stop has to save a newer
-state by a deadline. Pure."""
+state by a deadline. Pure but for :class:`TimedSyncs`, which has a clock."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # who lists jobs needs a number from here, and no torch
+    from pathlib import Path
+
     from hydroslurm.checkpoint.manifest import Checkpoint
-    from hydroslurm.checkpoint.storage import TimedSyncs
+    from hydroslurm.checkpoint.storage import Storage
 
 SAFETY = 1.5
 """How much longer than expected a save is allowed to take before it no longer counts as fitting.
@@ -28,6 +33,47 @@ ASSUMED_FIXED_S = 1.0
 ASSUMED_BYTES_PER_S = 100e6
 """Pessimistic throughput until something is measured: one job's share of a busy network file
 system."""
+
+
+SYNCS = 4
+"""How many are remembered: what a manifest's ``save_s`` covers for one rank (three files), and the
+manifest itself."""
+
+
+class TimedSyncs:
+    """A storage that remembers how long its latest syncs took. Thread-safe."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._latest_s: deque[float] = deque(maxlen=SYNCS)
+        self._begun_mono_s: dict[int, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def fsync(self, fd: int) -> None:
+        with self._timed():
+            self._storage.fsync(fd)
+
+    def fsync_dir(self, path: Path) -> None:
+        with self._timed():
+            self._storage.fsync_dir(path)
+
+    def latest_s(self) -> float:
+        """How long the latest :data:`SYNCS` took together, including one that hangs now."""
+        now_mono_s = time.monotonic()
+        hanging = [now_mono_s - begun for begun in tuple(self._begun_mono_s.values())]
+        return sum([*hanging, *reversed(tuple(self._latest_s))][:SYNCS])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        thread, begun_mono_s = threading.get_ident(), time.monotonic()
+        self._begun_mono_s[thread] = begun_mono_s
+        try:
+            yield
+        finally:
+            del self._begun_mono_s[thread]
+            self._latest_s.append(time.monotonic() - begun_mono_s)
 
 
 class Pace:

@@ -32,7 +32,6 @@ from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
-from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
@@ -359,7 +358,7 @@ class Saver:
     def durable_step(self) -> int | None:
         """The newest step that this attempt has committed, or else the one that it resumed
         from."""
-        return None if self._newest is None else self._newest[1].step
+        return None if self._newest is None else self._newest[1].manifest.step
 
     @property
     def is_durable(self) -> bool:
@@ -409,8 +408,12 @@ class Saver:
         self, state: State, request: SaveRequest, *, unchanged: bool = False
     ) -> tuple[WritePlan, SaveRequest]:
         """What is to be written, with whether what is frozen has to be; raises UnsavableState."""
-        plan = with_fingerprint(self._divide(state))
-        plan = replace(plan, is_stored=not plan.frozen or self._store.frozen.have(plan))
+        plan = self._divide(state)
+        is_stored = True
+        if plan.frozen:
+            plan = with_fingerprint(plan)
+            is_stored = self._store.frozen.have(plan)
+        plan = replace(plan, is_stored=is_stored)
         if not unchanged:
             self._state += 1
         return plan, replace(request, state_bytes=plan.state_bytes, state=self._state)
@@ -654,7 +657,8 @@ class BackgroundSave:
         self.ended, self.opened = threading.Event(), threading.Event()
         self.cancel = threading.Event()
         self._begin_s = time.monotonic()
-        self._thread = thread(self._run, name=f"hydroslurm-save-{self.step}", daemon=False)
+        name = f"hydroslurm-save-{self.step}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
         self._thread.start()
 
     @property

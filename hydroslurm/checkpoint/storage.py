@@ -9,13 +9,7 @@ object.
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hydroslurm.core.files import open_regular
 from hydroslurm.core.trust import check_trusted
@@ -120,44 +114,3 @@ class AnyonesStorage(Storage):
 
     def check_trusted(self, path: Path) -> None:
         pass
-
-
-SYNCS = 4
-"""How many are remembered: what a manifest's ``save_s`` covers for one rank (three files), and the
-manifest itself."""
-
-
-class TimedSyncs:
-    """A storage that remembers how long its latest syncs took. Thread-safe."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._latest_s: deque[float] = deque(maxlen=SYNCS)
-        self._begun_mono_s: dict[int, float] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def fsync(self, fd: int) -> None:
-        with self._timed():
-            self._storage.fsync(fd)
-
-    def fsync_dir(self, path: Path) -> None:
-        with self._timed():
-            self._storage.fsync_dir(path)
-
-    def latest_s(self) -> float:
-        """How long the latest :data:`SYNCS` took together, including one that hangs now."""
-        now_mono_s = time.monotonic()
-        hanging = [now_mono_s - begun for begun in tuple(self._begun_mono_s.values())]
-        return sum([*hanging, *reversed(tuple(self._latest_s))][:SYNCS])
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        thread, begun_mono_s = threading.get_ident(), time.monotonic()
-        self._begun_mono_s[thread] = begun_mono_s
-        try:
-            yield
-        finally:
-            del self._begun_mono_s[thread]
-            self._latest_s.append(time.monotonic() - begun_mono_s)

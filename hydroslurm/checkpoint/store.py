@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import check_file, require_size
+from hydroslurm.checkpoint.deadline import TimedSyncs
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.manifest import (
     EPOCH,
@@ -23,7 +24,7 @@ from hydroslurm.checkpoint.manifest import (
     read_manifest,
 )
 from hydroslurm.checkpoint.peers import PATIENCE_S, SOLO, Peers, parsed
-from hydroslurm.checkpoint.storage import Storage, TimedSyncs
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc

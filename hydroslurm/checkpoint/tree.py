@@ -131,6 +131,11 @@ def is_dtensor(value: Any) -> bool:
     return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
+def dtensors_in(tensors: Mapping[str, Any]) -> set[str]:
+    """The keys of those that are distributed."""
+    return {key for key, one in tensors.items() if is_dtensor(one)}
+
+
 def local_of(tensor: Any) -> Any:
     """What this rank has of a distributed tensor; any other one itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -30,7 +30,7 @@ from hydroslurm.checkpoint.tensor_file import (
     is_frozen_part,
     lay_out,
 )
-from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
+from hydroslurm.checkpoint.tree import JsonValue, dtensors_in, encode
 from hydroslurm.core.decoding import Count
 from hydroslurm.errors import UnsavableState, UsageError
 
@@ -155,12 +155,12 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     shared_tree, shared = encode(dict(state.shared), prefix="shared")
     assert isinstance(own_tree, dict)
     assert isinstance(shared_tree, dict)
-    if odd := [key for key, one in own.items() if is_dtensor(one)]:
+    if odd := dtensors_in(own):
         raise UnsavableState(
-            f"{odd[0]} is a DTensor in what is one rank's own; tensors that the ranks share belong "
-            "to the state that they have in common: register the object that holds it"
+            f"{min(odd)} is a DTensor in what is one rank's own; tensors that the ranks share "
+            "belong to the state that they have in common: register the object that holds it"
         )
-    distributed = {key for key, one in shared.items() if is_dtensor(one)}
+    distributed = dtensors_in(shared)
     still = _frozen_keys(shared, distributed, frozenset(state.frozen))
     plain = {key: one.nbytes for key, one in shared.items() if key not in distributed}
     writers = _writers(plain, still, world_size)

@@ -160,7 +160,7 @@ class FrameworkSession:
             SystemExit, SaveFailed, UnsavableState: as :meth:`Run.safe_point`.
             UsageError: the script uses what a resumed run would lack, and the session has remedies.
         """
-        self.contents.require_all_given(self.session.first_step)
+        self.session.check_first_step()
         self.session.cursor.step, self.session.cursor.epoch = step, epoch
         self.session.saves.behind_batches = False
         self.session.safe_point()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.forms import arrays_in
 from hydroslurm.checkpoint.tree import encode
+from hydroslurm.checkpoint.walk import arrays_in
 from hydroslurm.data.epochs import later_batches
 from hydroslurm.data.position import position_of
 from hydroslurm.errors import StateMismatch, UnsavableState

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.census import Variables, reason
-from hydroslurm.checkpoint.forms import arrays_in, copied, is_plain
+from hydroslurm.checkpoint.census import copied
+from hydroslurm.checkpoint.walk import Variables, arrays_in, is_plain, reason
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.framework import (
@@ -299,7 +299,7 @@ class Fit:
         self._undo.close()
         if isinstance(error, ExitForRequeue):
             self._loggers.leave(error.code)
-        if not self._is_finished:
+        elif not self._is_finished:
             self.run.session.fail(error)
 
     # --- in the place of Lightning's own

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint.census import ENTERED, KNOWN, reason
-from hydroslurm.checkpoint.forms import copied
+from hydroslurm.checkpoint.census import copied
 from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.checkpoint.walk import ENTERED, KNOWN, reason
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_loader import PreparedLoader
 from hydroslurm.integrations.framework import (

@@ -18,7 +18,7 @@ from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State, newest_good
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
-from hydroslurm.training.checks import FirstStep, recompiles
+from hydroslurm.training.checks import FirstStep, Remedies, recompiles
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.gradients import STATIC_GRAPH, BucketOrders, Gradients, Models
 from hydroslurm.training.objects import (
@@ -123,11 +123,9 @@ class Contents:
         """What this rank saves for itself."""
         if self.pending is not None:
             return self.pending
-        return {
-            **self.with_script(self.position()),
-            **{name: get() for name, get in self.noted.items()},
-            **{name: part.state_dict() for name, part in self.parts.items()},
-        }
+        own = self.with_script(self.position())
+        more = {**self.noted, **{name: part.state_dict for name, part in self.parts.items()}}
+        return {**own, **{name: state() for name, state in more.items()}}
 
     def position(self) -> Mapping[str, Any]:
         """Where this rank is, with what belongs to that place."""
@@ -138,12 +136,9 @@ class Contents:
     def with_script(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """With what no ``state_dict()`` has, as far as the script has changed it."""
         state = self.script.state_dict()
-        self._rank_group.log(*self.script.take_lost())
+        if lost := self.script.take_lost():
+            self._rank_group.log(*lost)
         return {**own, "script": state} if state else own
-
-    def made_of(self) -> dict[str, Any]:
-        """What the run consists of, for the manifest."""
-        return Composition(self.objects.classes(), self.cursor.loading).to_meta()
 
     def _at_place(self) -> dict[str, Any]:
         return {
@@ -274,15 +269,12 @@ class Contents:
     # --- what is found in it
     # --------------------------------------------------------------------------------------------
 
-    def require_all_given(self, first_step: FirstStep) -> None:
+    def require_all_given(self, first_step: FirstStep, remedies: Remedies) -> None:
         """Find out behind the first step of a loop what a resumed run would lack.
 
         Raises:
             UsageError: the first such thing, with what to do.
         """
-        remedies, first_step.remedies = first_step.remedies, None
-        if remedies is None:
-            return
         states = {**self.objects.states(), **self.cursor.registered.states()}
         message = first_step.missing(self.by_name(), states, remedies)
         for one in self.script.unkept() if message is None else ():

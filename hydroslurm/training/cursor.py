@@ -54,6 +54,7 @@ class Cursor:
         counters = {"step": self.completed_step(), "epoch": self.epoch}
         if self._loaded is not None and counters == self._loaded["counters"]:
             return self._loaded  # nothing was drawn or read since
+        registered = self.registered.states()
         own: dict[str, Any] = {"rng": rng.capture(), "counters": counters}
         if self.position is not None and self.in_epoch:
             own["data"] = self.position.state_dict()
@@ -61,8 +62,8 @@ class Cursor:
             own["objects"] = self.position.loader_state.now()
             if (left := self.position.left_behind()) is not None:
                 own["left_behind"] = left
-        if self.registered.names():
-            own["registered"] = self.registered.states()
+        if registered:
+            own["registered"] = registered
         return own
 
     def saved_apart(self) -> list[Any]:

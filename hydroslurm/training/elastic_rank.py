@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.forms import copied
+from hydroslurm.checkpoint.census import copied
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind

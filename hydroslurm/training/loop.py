@@ -153,7 +153,7 @@ class Loop:
             self._is_in_body = self._session.saves.unchanged = False
 
     def _end_step(self) -> None:
-        self._session.contents.require_all_given(self._session.first_step)
+        self._session.check_first_step()
         if self._elastic is not None:
             self._elastic.complete_step()
             return

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.exitcodes import CANCELLED, FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import Fence, process_began_epoch_s
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import thread
@@ -164,18 +164,18 @@ class JobStop:
             message=f"{since}: {stop.message}",
         )
 
-    def requeue(self, plan: StopPlan) -> ExitForRequeue:
-        """Requeue the job where the plan wants it; the exit is returned, to be raised.
+    def requeue(self, plan: StopPlan) -> int:
+        """Requeue the job where the plan wants it. Returns the status to exit with.
 
         Never raises: the state is saved, and the exit status tells the batch script the rest.
         """
         if not plan.requeue:
-            return ExitForRequeue(plan.exit_code)
+            return plan.exit_code
         self._wait_for_neighbours(self._allocation, plan.deadline_mono_s)
         stop = self._stop_now()
         if stop is not None and stop.reason is StopReason.CANCELLED:
             notice("the job was cancelled meanwhile: it is saved, and not requeued")
-            return ExitForRequeue(CANCELLED)
+            return CANCELLED
         job_id = self._allocation.job_id
         begin_ns = time.monotonic_ns()
         try:
@@ -187,12 +187,12 @@ class JobStop:
             self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
             warning(self._cannot_requeue(error))
             if isinstance(error, StaleAttempt):
-                return ExitForRequeue.must_not_run_again()
+                return MUST_NOT_RUN_AGAIN
         else:
             took_us = (time.monotonic_ns() - begin_ns) / 1e3
             self._controller.record(EventKind.REQUEUED, {"job_id": job_id, "requeue_us": took_us})
             notice(f"job {job.id} is requeued and resumes later")
-        return ExitForRequeue(plan.exit_code)
+        return plan.exit_code
 
     # --- with Slurm
     # --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hydroslurm.errors import UnsavableState
 from hydroslurm.training.attempts import CurrentAttempt, losses
 from hydroslurm.training.cadence import Cadence
 from hydroslurm.training.contents import Contents
-from hydroslurm.training.objects import OutgrownState
+from hydroslurm.training.objects import Composition, OutgrownState
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
 
@@ -74,15 +74,18 @@ class Saves:
         contents, begun = self._contents, self.evaluation
         state = contents.capture() if begun is None else begun
         shared = state.shared or contents.objects.states()
+        frozen = contents.script.frozen()
         contents.objects.require_resumable(shared)
-        return State(shared, state.own, frozen=contents.script.frozen())
+        return State(shared, state.own, frozen=frozen)
 
     def place(self) -> dict[str, Any]:
         """What a manifest says of the state: its step and epoch, what the run consists of, and how
         often it saves."""
         cursor = self._contents.cursor
-        meta = {**self._contents.made_of(), "cadence": asdict(self._cadence)}
-        return {"step": cursor.completed_step(), "epoch": cursor.epoch, "meta": meta}
+        step = cursor.completed_step()
+        made_of = Composition(self._contents.objects.classes(), cursor.loading)
+        meta = {**made_of.to_meta(), "cadence": asdict(self._cadence)}
+        return {"step": step, "epoch": cursor.epoch, "meta": meta}
 
     def save(self, *, kind: str = "manual") -> Saved:
         """Save now, and wait until it is committed."""

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from hydroslurm.checkpoint.census import KNOWN, Census, Unkept, Variables, names_in, shown
-from hydroslurm.checkpoint.forms import arrays_in
+from hydroslurm.checkpoint.census import Census, Unkept, shown
 from hydroslurm.checkpoint.tree import local_of
+from hydroslurm.checkpoint.walk import KNOWN, Variables, arrays_in, names_in
 from hydroslurm.training.objects import modules_in
 
 _MUCH_BYTES = 2**28
@@ -131,7 +131,8 @@ class Script:
 
     def take_lost(self) -> list[Unkept]:
         """As :meth:`Census.take_lost`; with optimizers that were made since the first step."""
-        return [*self._census.take_lost(), *self._new_optimizers()]
+        new = [*self._new_optimizers()]
+        return [*self._census.take_lost(), *new]
 
     def accept_optimizers(self) -> None:
         """The first step is checked: what it has is known."""
@@ -166,7 +167,8 @@ class Script:
         return found
 
     def _all_roots(self) -> dict[str, Any]:
-        return {**self._roots(), **in_reach(self._functions)}
+        variables = in_reach(self._functions)
+        return {**self._roots(), **variables}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return modules_in(self._models())

@@ -387,6 +387,16 @@ class Session:
         if self.saves.is_due() if asked is None else asked:
             self.saves.save_periodically()
 
+    def check_first_step(self) -> None:
+        """Behind the first step of a loop: refuse what a resumed run would lack.
+
+        Raises:
+            UsageError: the first such thing, with what to do.
+        """
+        remedies, self.first_step.remedies = self.first_step.remedies, None
+        if remedies is not None:
+            self.contents.require_all_given(self.first_step, remedies)
+
     def check_stop(self) -> None:
         """See :meth:`Run.check_stop`."""
         self.saves.unchanged = False
@@ -411,8 +421,8 @@ class Session:
 
     def _stop(self, request: StopRequest) -> NoReturn:
         """Save for a stop, have the job requeued, and exit."""
-        step = self.cursor.completed_step()
         with self.leaving_when_stale():
+            step = self.cursor.completed_step()
             try:
                 window = self.stopping.agree_on_window(request, step=step)
                 saved = "the run had not begun, and nothing was saved"

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hydroslurm.checkpoint.forms import copied, is_plain, put
+from hydroslurm.checkpoint.census import copied, put
+from hydroslurm.checkpoint.walk import is_plain
 from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.reduction import GradientSum
 from hydroslurm.training.objects import Objects

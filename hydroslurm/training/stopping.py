@@ -150,24 +150,21 @@ class StopHandler:
         """
         request, job = self._request, self._job
         assert request is not None, "plan() before note_request()"
-        if self._is_member:
-            deadline_mono_s = math.inf if job is None else job.deadline_mono_s(request)
-            return self._plan_of_member(request, deadline_mono_s)
-        if job is None:
-            message = f"{request.message}, outside of a job: run the same command again to go on"
-            return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
-        return job.plan(request, ranks_gone=ranks_gone)
+        plan = self.plan_unasked()
+        if plan is None:
+            assert job is not None
+            return job.plan(request, ranks_gone=ranks_gone)
+        return plan if job is None else replace(plan, deadline_mono_s=job.deadline_mono_s(request))
 
     def plan_unasked(self) -> StopPlan | None:
         """What a stop means that Slurm need not be asked about, as there is no deadline; None for
         all others. A member's ranks are started anew whatever the reason is."""
-        if not self._is_member or self._request is None:
+        if self._request is None or not (self._is_member or self._job is None):
             return None
-        return self._plan_of_member(self._request, math.inf)
-
-    def _plan_of_member(self, request: StopRequest, deadline_mono_s: float) -> StopPlan:
-        message = f"{request.message}: the members of this elastic run change"
-        return StopPlan("asked", deadline_mono_s, False, RUN_AGAIN, message)
+        message = f"{self._request.message}, outside of a job: run the same command again to go on"
+        if self._is_member:
+            message = f"{self._request.message}: the members of this elastic run change"
+        return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
 
     def exit(self, plan: StopPlan, *, before: Callable[[], None] | None = None) -> ExitForRequeue:
         """Have one rank requeue the job, and all ranks exit with one status.
@@ -185,7 +182,7 @@ class StopHandler:
                 return MUST_NOT_RUN_AGAIN
             except (RunFolderError, OSError) as error:  # a full disk must not cost the requeue
                 warning(f"the end of this attempt cannot be recorded: {error}")
-            return int(self.requeue(plan).code or 0)
+            return self.requeue(plan)
 
         try:
             code = int(self._rank_group.decide("exit", leave))
@@ -194,12 +191,12 @@ class StopHandler:
         self._rank_group.part()
         return ExitForRequeue(code)
 
-    def requeue(self, plan: StopPlan) -> ExitForRequeue:
-        """Requeue the job where the plan wants it; the exit is returned, to be raised.
+    def requeue(self, plan: StopPlan) -> int:
+        """Requeue the job where the plan wants it. Returns the status to exit with.
 
         Never raises: the state is saved, and the exit status tells the batch script the rest.
         """
-        return ExitForRequeue(plan.exit_code) if self._job is None else self._job.requeue(plan)
+        return plan.exit_code if self._job is None else self._job.requeue(plan)
 
 
 class Stopping:
@@ -387,7 +384,7 @@ class Stopping:
             with contextlib.suppress(Exception):  # a newer attempt has the folder; or a full disk
                 self._attempt.end(plan.ending, step=step)
             self._attempt.record_end(plan.ending)
-            status = int(self._stop_handler.requeue(plan).code or RUN_AGAIN)
+            status = self._stop_handler.requeue(plan) or RUN_AGAIN
             if self._rank_group.world_size > 1:
                 self._rank_group.peers.agree(_TOPIC, status, timeout_s=1.0)
         except Exception as error:

@@ -26,9 +26,10 @@ from torch.utils.data import (
 )
 
 from hydroslurm.checkpoint import census as census_module
-from hydroslurm.checkpoint.census import Census, Variables
-from hydroslurm.checkpoint.forms import equal
+from hydroslurm.checkpoint import walk
+from hydroslurm.checkpoint.census import Census, equal
 from hydroslurm.checkpoint.tree import decode, encode
+from hydroslurm.checkpoint.walk import Variables
 
 
 def through_a_checkpoint(state: Any) -> Any:
@@ -772,7 +773,7 @@ def test_a_flag_beside_an_object_that_the_first_step_has_made() -> None:
 
 def test_the_walk_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says where."""
-    monkeypatch.setattr(census_module, "MOST_OBJECTS", 50)
+    monkeypatch.setattr(walk, "MOST_OBJECTS", 50)
     census = noted(Box(children=[Box(children=[Noise() for _ in range(30)]) for _ in range(9)]))
     (limit,) = census.unkept()
     assert str(limit).startswith("it.children[")
