@@ -50,7 +50,7 @@ def _no_run_ends_with_the_tests() -> Iterator[None]:
 def native_compiler() -> list[str]:
     """The command of the C++ compiler that this machine has."""
     from hydroslurm.errors import NoCompiler
-    from hydroslurm.gate.compiler import find_compiler
+    from hydroslurm.gate.build import find_compiler
 
     try:
         return find_compiler(os.environ)

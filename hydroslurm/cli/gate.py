@@ -36,40 +36,42 @@ Script = Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=
 def build_gate(out: Out = None, force: Force = False) -> None:
     """Build the gate for the installed torch, and test it. Needs a C++ compiler and 30 seconds."""
     from hydroslurm.errors import GateError
-    from hydroslurm.gate import build, compiler
+    from hydroslurm.gate import build
+    from hydroslurm.gate import library as gates
 
-    torch = compiler.installed_torch()
+    torch = gates.installed_torch()
     try:
-        root = out.absolute() if out else build.cache_root(os.environ)
-        folder = root / build.key_of(torch)
-        if not force and build.is_usable(folder):
-            typer.echo(f"{folder / compiler.LIBRARY} exists already (--force rebuilds it)")
+        root = out.absolute() if out else gates.cache_root(os.environ)
+        folder = root / gates.key_of(torch)
+        if not force and gates.is_usable(folder):
+            typer.echo(f"{folder / gates.LIBRARY} exists already (--force rebuilds it)")
         else:
             built = build.build(root, environ=os.environ, torch=torch)
             typer.echo(f"{built.path} built and tested in {built.built_s:.1f} s")
     except OSError as error:
         raise GateError(f"cannot write the gate: {error}; choose a folder with --out") from error
     if out:
-        typer.echo(f"jobs find it with  export {compiler.SITE_DIR_ENV}={root}")
+        typer.echo(f"jobs find it with  export {gates.SITE_DIR_ENV}={root}")
 
 
 @app.command("info")
 def info(as_json: AsJson = False) -> None:
     """Show which gate a job here would get, without building one; exit status 1 if none works."""
     from hydroslurm.errors import NoCompiler
-    from hydroslurm.gate import build, compiler
+    from hydroslurm.gate import build
+    from hydroslurm.gate import library as gates
 
-    torch = compiler.installed_torch()
-    library = build.find(os.environ, torch=torch)
+    torch = gates.installed_torch()
+    library = gates.find(os.environ, torch=torch)
     facts: dict[str, object] = {
         "torch": torch.version,
-        "key": build.key_of(torch),
+        "key": gates.key_of(torch),
         "origin": library.origin if library else None,
         "library": str(library.path) if library else None,
-        "site_dir": os.environ.get(compiler.SITE_DIR_ENV),
+        "site_dir": os.environ.get(gates.SITE_DIR_ENV),
     }
     try:
-        facts["compiler"] = shlex.join(compiler.find_compiler(os.environ))
+        facts["compiler"] = shlex.join(build.find_compiler(os.environ))
     except NoCompiler:
         facts["compiler"] = None
     usable = bool(library or facts["compiler"])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateError
-from hydroslurm.gate.compiler import abi_number
+from hydroslurm.gate.library import abi_number
 from hydroslurm.gate.protocol import (
     GATE_EVENT_KINDS,
     GateEvent,

@@ -1,142 +1,47 @@
-"""Find or build the native gate for the installed torch, once per user and torch.
-
-Search order; each folder holds one sub-folder per key:
-
-1. ``$HYDROSLURM_GATE_DIR``, which a site fills with ``hydroslurm gate build --out DIR``;
-2. ``$XDG_CACHE_HOME/hydroslurm/gate`` (default ``~/.cache``), where a missing one is built;
-3. a private temporary folder, if the cache cannot be written or others could have written it.
-
-The key covers all that the binary depends on: torch's version and C++ ABI, the machine and its C
-library, our sources and the flags. A library is used only with a manifest that has its checksum:
-the loader would crash on a truncated one. It runs with all its user's rights, so it is loaded only
-if no other user can have put it there. The check covers the library and every folder above it, so
-it cannot be replaced between the check and the loading either.
-"""
+"""Build the native gate: compile it, test it in a child, put it in place."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import hashlib
 import json
 import os
-import platform
-import re
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.core.files import fsync_folder, open_regular
+from hydroslurm.core.threads import thread
 from hydroslurm.core.trust import check_trusted, is_trusted
-from hydroslurm.errors import GateError, UntrustedFile
-from hydroslurm.gate.compiler import (
+from hydroslurm.errors import GateError, GateSelfTestFailed, NoCompiler, UntrustedFile
+from hydroslurm.gate.library import (
     FLAGS,
     LIBRARY,
     MANIFEST,
     SITE_DIR_ENV,
     STANDARDS,
+    Library,
     Torch,
     abi_number,
-    compile_library,
-    find_compiler,
-    installed_torch,
+    cache_root,
+    checksum,
+    find,
+    key_of,
     source_files,
 )
-from hydroslurm.gate.self_test import self_test_in_child
+from hydroslurm.gate.protocol import Action, Cause
 
+COMPILERS = ("c++", "g++", "clang++")
+COMPILE_TIMEOUT_S = 600.0
+SELF_TEST_TIMEOUT_S = 180.0
 LOCK_TIMEOUT_S = 900.0
-
-
-@dataclass(frozen=True)
-class Library:
-    """A gate on disk.
-
-    Attributes:
-        path: the shared library.
-        key: covers all that it depends on.
-        origin: ``site``, ``cache`` or ``private``.
-        built_s: seconds its build took just now; None if it existed.
-    """
-
-    path: Path
-    key: str
-    origin: str
-    built_s: float | None = None
-
-
-def key_of(torch: Torch) -> str:
-    """Return the folder name of the gate for this torch and machine."""
-    facts = hashlib.sha256()
-    for source in source_files():
-        facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    libc = "-".join(platform.libc_ver())
-    has_nvtx = torch.nvtx is not None
-    facts.update(repr((FLAGS, STANDARDS, abi_number(), torch.cxx11_abi, libc, has_nvtx)).encode())
-    version = re.sub(r"[^0-9A-Za-z.+]", "_", torch.version)
-    return f"torch-{version}-{platform.machine()}-{facts.hexdigest()[:16]}"
-
-
-def cache_root(environ: Mapping[str, str]) -> Path:
-    """Return the folder of this user's gates.
-
-    Raises:
-        OSError: there is neither ``XDG_CACHE_HOME`` nor a home folder.
-    """
-    named = environ.get("XDG_CACHE_HOME", "")
-    if named.startswith("/"):
-        return Path(named) / "hydroslurm" / "gate"
-    try:
-        return Path.home() / ".cache" / "hydroslurm" / "gate"
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
-
-
-def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
-    """Return an existing gate that is intact and trusted; build nothing.
-
-    Warns when it skips a site's folder that others can write, since somebody set that variable.
-    Skips the cache silently, as the gate is then rebuilt.
-    """
-    key = key_of(torch)
-    if site := environ.get(SITE_DIR_ENV):
-        try:
-            # the owner of this very file already decides what runs here: a site's account
-            owner = Path(__file__).stat().st_uid
-            if is_usable(Path(site) / key, owners={owner}):
-                return Library(Path(site) / key / LIBRARY, key, "site")
-        except UntrustedFile as error:
-            _warn_once(
-                f"hydroslurm: {error}. {SITE_DIR_ENV} is passed over; the gate of your own cache "
-                "is used, or built there"
-            )
-    with contextlib.suppress(OSError, UntrustedFile):
-        folder = cache_root(environ) / key
-        if is_usable(folder):
-            return Library(folder / LIBRARY, key, "cache")
-    return None
-
-
-def is_usable(folder: Path, *, owners: Collection[int] = ()) -> bool:
-    """Whether it has an intact library. Raises UntrustedFile before it reads anything there.
-
-    Args:
-        owners: trusted besides this user and root.
-    """
-    try:
-        check_trusted(folder / LIBRARY, what="the gate library", owners=owners)
-    except OSError:
-        return False
-    return is_whole(folder)
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
@@ -180,18 +85,6 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
         shutil.rmtree(private, ignore_errors=True)
         raise
     return Library(built.path, built.key, "private", built.built_s)
-
-
-@contextlib.contextmanager
-def to_load() -> Iterator[Library]:
-    """Yield the library of :func:`ensure`, to be loaded within the block, which removes a private
-    one at its end."""
-    library = ensure(os.environ, torch=installed_torch())
-    try:
-        yield library
-    finally:
-        if library.origin == "private":
-            shutil.rmtree(library.path.parent.parent, ignore_errors=True)
 
 
 def _private_folder() -> Path:
@@ -247,15 +140,6 @@ def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
     return Library(root / key / LIBRARY, key, "cache", built_s)
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether the folder's library matches its manifest."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        return bool(manifest["sha256"] == checksum(folder / LIBRARY))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def _put_in_place(workshop: Path, target: Path) -> None:
     """Install the manifest last: readers use a library only with its manifest."""
     target.mkdir(mode=0o755, exist_ok=True)
@@ -265,10 +149,6 @@ def _put_in_place(workshop: Path, target: Path) -> None:
             os.fsync(file.fileno())
         (workshop / name).replace(target / name)
     fsync_folder(target)
-
-
-def checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -292,3 +172,148 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def find_compiler(environ: Mapping[str, str]) -> list[str]:
+    """Return ``$CXX`` (with its flags), else the first of c++, g++ and clang++ on PATH.
+
+    Raises:
+        NoCompiler: there is none.
+    """
+    wanted = shlex.split(environ.get("CXX", ""))
+    for name, *flags in [wanted] if wanted else [[name] for name in COMPILERS]:
+        path = shutil.which(name, path=environ.get("PATH"))
+        if path:
+            return [path, *flags]
+    raise NoCompiler(
+        "it has to be built, and no C++ compiler was found (looked for "
+        f"{wanted[0] if wanted else ', '.join(COMPILERS)}). Install one (apt-get install g++), or "
+        "on a machine that has one run `hydroslurm gate build --out DIR` and set "
+        f"{SITE_DIR_ENV}=DIR here"
+    )
+
+
+def compile_library(
+    compiler: Sequence[str], target: Path, *, torch: Torch, sources: Sequence[Path] | None = None
+) -> list[str]:
+    """Compile sources, by default the gate's, into one shared library; return the command that
+    worked.
+
+    Raises:
+        GateError: no standard that we know compiles.
+    """
+    errors = ""
+    sources = source_files() if sources is None else sources
+    for standard in STANDARDS:
+        command = compile_command(compiler, target, sources, standard=standard, torch=torch)
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_TIMEOUT_S,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise GateError(f"the native gate could not be compiled: {error}") from error
+        if done.returncode == 0:
+            return command
+        errors = errors or done.stderr
+    tail = "\n".join(errors.strip().splitlines()[-20:])
+    raise GateError(
+        f"the native gate does not compile with {compiler[0]} against torch {torch.version}:\n"
+        f"{tail}\nTry another compiler (CXX=g++), or report this with the lines above"
+    )
+
+
+def compile_command(
+    compiler: Sequence[str], target: Path, sources: Sequence[Path], *, standard: str, torch: Torch
+) -> list[str]:
+    """Return the command line. torch's headers count as system headers: only our code may warn."""
+    return [
+        *compiler,
+        standard,
+        *FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
+        "-isystem",
+        str(torch.root / "include"),
+        *(["-DHS_WITH_NVTX", "-isystem", str(torch.nvtx)] if torch.nvtx else []),
+        *(str(source) for source in sources if source.suffix == ".cpp"),
+        "-o",
+        str(target),
+        f"-L{torch.root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        "-ldl",
+        "-Wl,-z,defs",
+    ]
+
+
+def self_test_in_child(library: Path) -> None:
+    """Let a child process hold and release an operator with a library.
+
+    Raises:
+        GateSelfTestFailed: it fails; the message has the child's output.
+    """
+    # `python -m` would first search the working directory, which others may write
+    program = (
+        "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; "
+        "from hydroslurm.gate.build import self_test; self_test(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[2]), str(library)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SELF_TEST_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise GateSelfTestFailed(
+            f"the self-test of the native gate did not end in {SELF_TEST_TIMEOUT_S:.0f} s"
+        ) from error
+    if done.returncode != 0:
+        raise GateSelfTestFailed(
+            f"the native gate was built, but its self-test ended with {done.returncode}: "
+            f"{(done.stderr or done.stdout).strip()[-1000:]}"
+        )
+
+
+def self_test(library: str) -> None:
+    """Hold this thread at an operator and release it; call it in a process of its own.
+
+    Raises:
+        GateError: it does not hold, does not release, or changes a result.
+    """
+    import torch
+
+    from hydroslurm.gate.native_gate import NativeGate
+
+    gate = NativeGate(Path(library))
+    gate.start([])
+    gate.request(Action.PAUSE, Cause.API)
+    seen: list[EventKind] = []
+    # while this thread sleeps to start the helper, it may count as parked before it is held
+    held = {EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD}
+
+    def read_until(done: Callable[[], bool]) -> None:
+        while not done():
+            seen.extend(event.kind for event in gate.wait_events(1.0))
+
+    def resume_when_held() -> None:
+        read_until(lambda: EventKind.PARKED in seen and not held.isdisjoint(seen))
+        gate.request(Action.RESUME, Cause.API)
+
+    read_until(lambda: EventKind.GATE_CLOSED in seen)
+    helper = thread(resume_when_held, name="hydroslurm-self-test", daemon=False)
+    helper.start()
+    total = torch.ones(3, requires_grad=True).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    helper.join()
+    read_until(lambda: EventKind.FIRST_OPERATOR_RELEASED in seen)
+    gate.stop()
+    if EventKind.RESUMED not in seen or float(total.detach()) != 3.0:
+        raise GateSelfTestFailed(
+            f"saw {seen}, and {float(total.detach())} for the sum of three ones"
+        )

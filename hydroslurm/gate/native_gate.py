@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydroslurm.errors import AlreadyInstalled, GateError, GateSelfTestFailed, InstallError
-from hydroslurm.gate import binding, build, compiler
+from hydroslurm.gate import binding
 from hydroslurm.gate.handlers import NOBODY, OURS, VIEW, address_of
+from hydroslurm.gate.library import installed_torch, to_load
 from hydroslurm.gate.marks import Marks
 from hydroslurm.gate.protocol import (
     Action,
@@ -292,12 +293,13 @@ def _load() -> tuple[Path, ctypes.CDLL]:
     Builds once more if the library is intact but cannot be loaded (built on another machine of a
     shared home).
     """
-    with build.to_load() as library:
+    with to_load() as library:
         try:
             return library.path, binding.bind(library.path)
         except GateError:
             if library.built_s is not None or library.origin != "cache":
                 raise
-        root, torch = library.path.parent.parent, compiler.installed_torch()
-        rebuilt = build.build(root, environ=os.environ, torch=torch)
+        from hydroslurm.gate.build import build
+
+        rebuilt = build(library.path.parent.parent, environ=os.environ, torch=installed_torch())
         return rebuilt.path, binding.bind(rebuilt.path)

@@ -182,7 +182,8 @@ def stop_of_a_run(folder: Path, child: Child, found: dict[str, Any]) -> dict[str
 def gate(result: Result, folder: Path) -> None:
     """Build it, test it, pause a training with it from here, and compare the weights."""
     from hydroslurm.gate import build
-    from hydroslurm.gate.compiler import find_compiler, installed_torch
+    from hydroslurm.gate.build import find_compiler
+    from hydroslurm.gate.library import installed_torch
     from hydroslurm.gate.native_gate import NativeGate
 
     made_for = installed_torch()
@@ -559,7 +560,8 @@ def frameworks(result: Result, folder: Path) -> None:
 def marks(result: Result, folder: Path) -> None:
     """A tool that listens to NVTX gets the marks of a pause, and of operators where they are asked
     for."""
-    from hydroslurm.gate.compiler import find_compiler, installed_torch
+    from hydroslurm.gate.build import find_compiler
+    from hydroslurm.gate.library import installed_torch
 
     headers = installed_torch().nvtx
     assert headers is not None, "no NVTX headers: the gate emits no marks"

@@ -18,7 +18,9 @@ from processes import captured
 
 from hydroslurm.errors import GateError, GateSelfTestFailed, NoCompiler
 from hydroslurm.gate import build
-from hydroslurm.gate.compiler import SITE_DIR_ENV, STANDARDS, find_compiler, installed_torch
+from hydroslurm.gate import library as gates
+from hydroslurm.gate.build import find_compiler
+from hydroslurm.gate.library import SITE_DIR_ENV, STANDARDS, installed_torch
 from hydroslurm.gate.native_gate import NativeGate
 
 TORCH = installed_torch()
@@ -95,7 +97,7 @@ def test_a_build_for_a_site(real: bool, tmp_path: Path, compiler: FakeCompiler) 
     assert (before["gate"], before["library"]) == ("native, built on first use", None)
     facts = json.loads(hydroslurm("info", "--json", HYDROSLURM_GATE_DIR=str(site)))
     assert (facts["gate"], facts["origin"]) == ("native", "site")
-    assert facts["library"] == str(site / build.key_of(TORCH) / "hs_gate.so")
+    assert facts["library"] == str(site / gates.key_of(TORCH) / "hs_gate.so")
     assert not empty.exists()
 
 
@@ -133,7 +135,7 @@ def test_broken_library_is_not_believed(good_library: Path, tmp_path: Path, dama
     folder = tmp_path / "cache" / "hydroslurm" / "gate" / good_library.parent.name
     shutil.copytree(good_library.parent, folder)
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert build.find(environ, torch=TORCH)
+    assert gates.find(environ, torch=TORCH)
     library, manifest = folder / "hs_gate.so", folder / "hs_gate.json"
     if damage == "truncated":
         os.truncate(library, library.stat().st_size // 2)
@@ -141,7 +143,7 @@ def test_broken_library_is_not_believed(good_library: Path, tmp_path: Path, dama
         library.write_bytes(b"\x7fELF, but of somebody else")
     else:
         manifest.write_text("")
-    assert build.find(environ, torch=TORCH) is None
+    assert gates.find(environ, torch=TORCH) is None
 
 
 def test_built_once_and_again_when_it_cannot_be_loaded(
@@ -155,12 +157,12 @@ def test_built_once_and_again_when_it_cannot_be_loaded(
     assert library.built_s is not None
     assert again.built_s is None
     assert compiler.runs() == 1
-    left = {path.name for path in build.cache_root(environ).rglob("*")}
+    left = {path.name for path in gates.cache_root(environ).rglob("*")}
     assert left == {library.key, f"{library.key}.lock", "hs_gate.json", "hs_gate.so"}
     library.path.write_bytes(b"not a library")
     manifest = library.path.with_name("hs_gate.json")
     facts = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**facts, "sha256": build.checksum(library.path)}))
+    manifest.write_text(json.dumps({**facts, "sha256": gates.checksum(library.path)}))
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert NativeGate().path == library.path
@@ -175,7 +177,7 @@ def test_compiler_that_fails(tmp_path: Path, environ: dict[str, str]) -> None:
     with pytest.raises(GateError, match="sixty errors about templates"):
         build.ensure(environ, torch=TORCH)
     assert broken.runs() == len(STANDARDS)
-    assert [p for p in build.cache_root(environ).iterdir() if p.suffix != ".lock"] == []
+    assert [p for p in gates.cache_root(environ).iterdir() if p.suffix != ".lock"] == []
 
 
 @pytest.mark.parametrize("source", ["int nothing;", "#include <cstdlib>\nint x = (abort(), 0);"])
@@ -188,7 +190,7 @@ def test_library_that_does_not_work(tmp_path: Path, environ: dict[str, str], sou
     environ["CXX"] = str(FakeCompiler(tmp_path / "wrong", library).path)
     with pytest.raises(GateSelfTestFailed, match="self-test ended with"):
         build.ensure(environ, torch=TORCH)
-    assert build.find(environ, torch=TORCH) is None
+    assert gates.find(environ, torch=TORCH) is None
 
 
 def test_site_comes_first_and_a_damaged_one_is_passed_over(
@@ -216,7 +218,7 @@ def test_site_comes_first_and_a_damaged_one_is_passed_over(
 def test_key_names_what_it_depends_on() -> None:
     """Another torch or another C++ ABI is another key."""
     others = {"version": "2.4.0"}, {"cxx11_abi": not TORCH.cxx11_abi}
-    keys = {build.key_of(dataclasses.replace(TORCH, **other)) for other in ({}, *others)}  # type: ignore[arg-type]
+    keys = {gates.key_of(dataclasses.replace(TORCH, **other)) for other in ({}, *others)}  # type: ignore[arg-type]
     assert len(keys) == 3
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.gate.compiler import compile_library, installed_torch
+from hydroslurm.gate.build import compile_library
+from hydroslurm.gate.library import installed_torch
 from hydroslurm.runtime.device import launch_ahead_from
 
 SCRIPT = """

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from processes import child
 
-from hydroslurm.gate.compiler import find_compiler, installed_torch
+from hydroslurm.gate.build import find_compiler
+from hydroslurm.gate.library import installed_torch
 from hydroslurm.gate.native_gate import NativeGate
 
 DRIVER = r"""

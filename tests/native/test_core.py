@@ -14,7 +14,7 @@ import pytest
 from processes import captured
 
 from hydroslurm.gate import binding, protocol
-from hydroslurm.gate.compiler import SOURCES, source_files
+from hydroslurm.gate.library import SOURCES, source_files
 
 HERE = Path(__file__).parent
 BUILDS = {

@@ -10,7 +10,7 @@ import pytest
 from zygote import forked
 
 from hydroslurm.errors import UsageError
-from hydroslurm.gate.compiler import NVTX_HEADER, installed_torch, nvtx_headers
+from hydroslurm.gate.library import NVTX_HEADER, installed_torch, nvtx_headers
 from hydroslurm.gate.marks import NO_RANGE, Emit, NvtxMarks, Range
 
 

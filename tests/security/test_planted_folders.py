@@ -26,7 +26,9 @@ from hydroslurm.devcluster.layout import Layout, make_link, remove_link
 from hydroslurm.devcluster.processes import ProcessId, Running, to_json
 from hydroslurm.errors import NsysMissing, RunFolderError, TargetError, UntrustedFile
 from hydroslurm.gate import build
-from hydroslurm.gate.compiler import SITE_DIR_ENV, find_compiler, installed_torch
+from hydroslurm.gate import library as gates
+from hydroslurm.gate.build import find_compiler
+from hydroslurm.gate.library import SITE_DIR_ENV, installed_torch
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.report import nsys
 from hydroslurm.runtime import client
@@ -256,11 +258,11 @@ def evil(marker: Path, stranger: Stranger) -> Path:
 
 def _plant(stranger: Stranger, evil: Path, root: Path) -> None:
     """With the right name, manifest and checksum, all of which everybody can compute."""
-    folder = root / build.key_of(TORCH)
+    folder = root / gates.key_of(TORCH)
     manifest = {"sha256": hashlib.sha256(evil.read_bytes()).hexdigest()}
     stranger.plant(folder / "hs_gate.json", json.dumps(manifest))
     stranger.run("cp", str(evil), str(folder / "hs_gate.so"))
-    assert build.is_whole(folder)
+    assert gates.is_whole(folder)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,7 @@ def test_a_planted_library_does_not_run(
     assert "loaded every operator" in done.stdout, done.stdout
     assert not marker.exists()
     if then is None:  # nothing of ours is put where others could replace it
-        assert [one.name for one in root.iterdir()] == [build.key_of(TORCH)]
+        assert [one.name for one in root.iterdir()] == [gates.key_of(TORCH)]
     assert done.stdout.count(said.format(uid=stranger.uid, root=root)) == 1
 
 
@@ -313,19 +315,19 @@ def test_a_sites_own_account_is_believed(
 
     def stat(path: Path, **options: Any) -> Any:
         owned = SimpleNamespace(st_uid=4711)
-        return owned if str(path) == build.__file__ else real(path, **options)
+        return owned if str(path) == gates.__file__ else real(path, **options)
 
     site = tmp_path / "site"
-    shutil.copytree(good_library.parent, site / build.key_of(TORCH))
+    shutil.copytree(good_library.parent, site / gates.key_of(TORCH))
     for path in (site, *site.rglob("*")):
         os.chown(path, 4711, 4711)
     monkeypatch.setattr(Path, "stat", stat)
-    found = build.find({SITE_DIR_ENV: str(site)}, torch=TORCH)
+    found = gates.find({SITE_DIR_ENV: str(site)}, torch=TORCH)
     assert found is not None
     assert found.origin == "site"
     (tmp_path / "cache" / "hydroslurm").mkdir(parents=True)
     site.rename(tmp_path / "cache" / "hydroslurm" / "gate")
-    assert build.find({"XDG_CACHE_HOME": str(tmp_path / "cache")}, torch=TORCH) is None
+    assert gates.find({"XDG_CACHE_HOME": str(tmp_path / "cache")}, torch=TORCH) is None
 
 
 def test_a_cache_made_under_an_open_umask_is_used_again(
