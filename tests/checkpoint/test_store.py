@@ -22,7 +22,7 @@ from checkpoint.states import copy_of, holds, same, state_of, write
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
-from hydroslurm.checkpoint.landing import Box, _range
+from hydroslurm.checkpoint.reader import Box, _range
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State, newest_good

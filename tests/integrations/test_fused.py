@@ -20,7 +20,7 @@ from torch import nn
 import hydroslurm
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.fused import modules, rewriters, trial
-from hydroslurm.integrations.fused.choices import Choice
+from hydroslurm.integrations.fused.modules import Choice
 
 WIDTH, LENGTH = 32, 24
 
