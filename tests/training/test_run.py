@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import captured
 from torch import nn
 from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
 
@@ -48,6 +51,37 @@ def test_stopped_and_continued_it_ends_with_the_same_bits(
     ends = [sum(moments[: n + 1]) for n in range(len(moments))]
     assert [attempt.step for attempt in attempts] == [0, *ends]
     assert [attempt.ending for attempt in attempts] == ["asked"] * len(moments) + ["finished"]
+
+
+STOPPED = """
+import os, signal, sys
+from training.loop import Training
+training = Training("run")
+try:
+    for number, batch in enumerate(training.run.batches(epochs=1000)):
+        if number == 2:
+            before = set(sys.modules)
+            os.kill(os.getpid(), signal.SIGTERM)
+        training.step(batch)
+finally:
+    print(sorted(set(sys.modules) - before))
+    print(sorted(name for name in sys.modules if name.startswith("hydroslurm.slurm.")))
+"""
+
+
+@pytest.mark.parametrize("is_in_job", [False, True])
+def test_a_stop_imports_nothing_and_outside_of_a_job_nothing_of_slurm_is_loaded(
+    tmp_path: Path, is_in_job: bool
+) -> None:
+    """What a stop needs is there when the run begins: a parked thread may hold an import's lock."""
+    job = {"SLURM_JOB_ID": "77", "SLURM_CONF": "/nowhere"} if is_in_job else {}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **job}
+    done = captured([sys.executable, "-c", STOPPED], cwd=tmp_path, env=environ, timeout=60)
+    assert done.returncode == RUN_AGAIN, done.stderr
+    new, of_slurm = done.stdout.splitlines()
+    assert new == "[]"
+    assert ("hydroslurm.slurm.stops" in of_slurm) is is_in_job
+    assert is_in_job or of_slurm == "['hydroslurm.slurm.allocation']"
 
 
 def test_more_epochs_after_the_end(tmp_path: Path, alone: tuple[Any, ...]) -> None:
