@@ -11,7 +11,6 @@ import pytest
 
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm import client as client_module
-from hydroslurm.slurm import pyslurm_backend
 from hydroslurm.slurm.client import BACKEND_ENV, open_client
 from hydroslurm.slurm.munge import socket_of
 
@@ -45,7 +44,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         monkeypatch.setitem(sys.modules, "pyslurm", None)
         monkeypatch.delitem(sys.modules, "pyslurm")
         monkeypatch.setattr(client_module, "_bound_conf", None)
-        monkeypatch.setattr(pyslurm_backend, "failure", "")
+        monkeypatch.setattr(client_module, "_failure", "")
 
     return installed
 
@@ -115,7 +114,7 @@ def test_pyslurm_that_does_not_work(
     assert "Slurm's programs are used instead" in line
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/not/tried/again")
-        assert open_client().why == f"commands: {pyslurm_backend.failure}"
+        assert open_client().why == f"commands: {client_module._failure}"
     assert caplog.messages == [line]
     with pytest.raises(SlurmMissing, match=words):
         open_client("pyslurm")

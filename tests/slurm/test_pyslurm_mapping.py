@@ -13,8 +13,9 @@ import pytest
 
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, SlurmMissing, WrongJobState
-from hydroslurm.slurm import listings, pyslurm_backend
-from hydroslurm.slurm.pyslurm_backend import PyslurmClient
+from hydroslurm.slurm import client as client_module
+from hydroslurm.slurm import listings
+from hydroslurm.slurm.client import PyslurmClient
 from hydroslurm.slurm.values import Job, JobState
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -83,7 +84,7 @@ def module() -> StandIn:
 
 @pytest.fixture
 def client(module: StandIn, monkeypatch: pytest.MonkeyPatch) -> PyslurmClient:
-    monkeypatch.setattr(pyslurm_backend, "failure", "")
+    monkeypatch.setattr(client_module, "_failure", "")
     return PyslurmClient({"PATH": ""}, module=module)
 
 
