@@ -36,7 +36,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -191,14 +191,13 @@ class TaskGroup:
     """Tasks that run in order. A context manager: a :class:`Task` made inside belongs to it.
 
     A client runs it by calling it, ``client.run(group)``. While a JobRunner runs its job, that
-    decides which tasks remain; called directly, the group runs every task.
+    decides which tasks remain; otherwise the group runs every task.
     """
 
     def __init__(self, name: str = "group") -> None:
         self.name = name
         self.job: Job | None = None
         self._tasks: list[Task] = []
-        self._walk: Callable[[TaskGroup], None] | None = None
 
     def add(self, task: Task) -> None:
         """Append a task.
@@ -218,14 +217,6 @@ class TaskGroup:
         """The nodes of its tasks, each once."""
         return tuple(dict.fromkeys(task.node for task in self._tasks))
 
-    def run_by(self, client: Client, walk: Callable[[TaskGroup], None]) -> None:
-        """Let a client run it, with ``walk`` in place of its tasks."""
-        self._walk = walk
-        try:
-            client.run(self)
-        finally:
-            self._walk = None
-
     def __enter__(self) -> TaskGroup:
         _here.within.append((innermost_job(), self))
         return self
@@ -234,11 +225,11 @@ class TaskGroup:
         _here.within.pop()
 
     def __call__(self) -> None:
-        if self._walk is not None:
-            self._walk(self)
-            return
-        for task in self._tasks:
-            task(self.job)
+        if self.job is None:
+            for task in self._tasks:
+                task()
+        else:
+            self.job.call(self)
 
     def __repr__(self) -> str:
         return f"TaskGroup({self.name!r})"
@@ -522,6 +513,16 @@ class Job:
                 "job.add_stop_signal(hydroslurm.epoch_limiter(10)) ends it after ten epochs"
             )
 
+    def call(self, group: TaskGroup) -> None:
+        """Call the functions of one of its groups, as the current job; those that remain, if a
+        JobRunner runs it."""
+        with self.as_current():
+            if self._run is not None:
+                self._run.walk(group)
+                return
+            for task in group.tasks():
+                task(self)
+
     @contextmanager
     def running(self, run: JobRun) -> Iterator[None]:
         """Attach the Run and make this the current job; afterwards forget ``build``'s objects."""
@@ -625,14 +626,7 @@ def _has_completed(epochs: int, job: Job) -> bool:
 
 
 class LocalSession:
-    """Runs groups in this process.
-
-    Like the workspace of Caffe2's, it remembers whose group it ran last: a manager that it runs
-    saves and loads that job's objects.
-    """
-
-    def __init__(self) -> None:
-        self._job: Job | None = None
+    """Runs groups in this process."""
 
     @classmethod
     def compile(cls, group: TaskGroup) -> TaskGroup:
@@ -641,7 +635,4 @@ class LocalSession:
 
     def run(self, runnable: Callable[[], Any]) -> Any:
         """Call it."""
-        if isinstance(runnable, TaskGroup) and runnable.job is not None:
-            self._job = runnable.job
-        with nullcontext() if self._job is None else self._job.as_current():
-            return runnable()
+        return runnable()

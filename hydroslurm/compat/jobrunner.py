@@ -370,9 +370,9 @@ class JobRun:
         job = self._job
         if group.tasks() or group in (job.init_group, job.epoch_group, job.exit_group):
             with self._without_saves(unsaved):
-                group.run_by(self._client, self._walk)
+                self._client.run(group)
 
-    def _walk(self, group: TaskGroup) -> None:
+    def walk(self, group: TaskGroup) -> None:
         """Call the functions of a group, those of an epoch that have not run."""
         job, progress, cursor = self._job, self._progress, self._session.cursor
         in_epoch = group is job.epoch_group

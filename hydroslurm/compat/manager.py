@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.checkpoint.manifest import EPOCH
-from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.compat.job import Job, TaskGroup, group_of, innermost_job
-from hydroslurm.coordination.world import World
+from hydroslurm.compat.job import Job, TaskGroup, group_of
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
 from hydroslurm.slurm import run_folders
 from hydroslurm.training.attempts import Limits
-from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.run import Run
 
@@ -161,42 +158,21 @@ class CheckpointManager:
         return self._blobs
 
     def save(self, epoch: int) -> TaskGroup:
-        """Return the task that commits an epoch's checkpoint. A JobRunner runs it after each epoch;
-        your own single-process loop can do the same, and a JobRunner can resume from there.
+        """Return the task that commits an epoch's checkpoint, for a JobRunner's client.
 
-        Running it raises what :meth:`Run.save` does, and UsageError if the epoch already has a
-        checkpoint or is not the completed one.
+        Running it raises what :meth:`Run.save` does, and UsageError if the current job is not
+        running or the epoch is not the completed one.
         """
-        return group_of(lambda: self._save(epoch), f"save({epoch})")
+        return group_of(lambda: Job.current().run.save_epoch(epoch), f"save({epoch})")
 
     def objects(self) -> Mapping[str, Any]:
         """Return the objects fixed by :meth:`init`, by name."""
         if not self._objects:
             raise UsageError(
-                "nothing to save or load yet: run client.run(manager.init(nodes)) first"
+                "nothing to load into yet: run client.run(manager.init(nodes)) first, inside `with "
+                "job:`, or a JobRunner with this manager"
             )
         return self._objects
-
-    def _save(self, epoch: int) -> None:
-        job = innermost_job()
-        if job is not None and job.is_running:
-            job.run.save_epoch(epoch)
-            return
-        if epoch in self.epochs():
-            raise UsageError(
-                f"epoch {epoch} already has a checkpoint in {self.directory}, and none is ever "
-                "overwritten; use another directory"
-            )
-        if World.from_environ(os.environ).world_size > 1:
-            raise UsageError("save() with several ranks needs a JobRunner, which makes it one save")
-        between = Progress(first_step=epoch).state_dict()
-        cursor = Cursor()
-        cursor.step = cursor.epoch = epoch
-        state = State(
-            shared={PROGRESS: between, **_registered(self.objects()).states()}, own=cursor.state()
-        )
-        store = CheckpointStore(RunDir(self.directory).checkpoints)
-        write_checkpoint(store, state, SaveRequest(epoch, EPOCH, epoch))
 
     # --- existing checkpoints
     # --------------------------------------------------------------------------------------------
