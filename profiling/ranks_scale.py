@@ -23,7 +23,7 @@ from typing import Any
 
 from harness import finish, options
 
-from hydroslurm.coordination.authentication import RankGreeting
+from hydroslurm.coordination.authentication import Greeting
 from hydroslurm.coordination.frames import pack, unpack
 from hydroslurm.coordination.messages import Runs, check_from_coordinator, runs_of
 from hydroslurm.coordination.network import allow_descriptors
@@ -42,17 +42,15 @@ class Line:
 
     def __init__(self, rank: int, port: int, *, key: bytes) -> None:
         self.rank = rank
-        self._greeting = RankGreeting(key=key, open_credential=lambda _: key)
+        self._greeting = Greeting.of_rank(key=key, open_credential=lambda _: key)
         self.connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection.sendall(self._greeting.hello)
 
     def prove(self) -> None:
         """End the greeting: it knows the key."""
-        while (proof := self._greeting.feed(self._data())) is None:
-            pass
-        self.connection.sendall(proof)
-        assert self._greeting.session is not None
+        while self._greeting.session is None:
+            self.connection.sendall(self._greeting.feed(self._data()))
         self._session = self._greeting.session
 
     def send(self, message: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from hydroslurm.coordination.frames import Sealer, Unsealer
@@ -34,7 +34,6 @@ CREDENTIAL_BYTES = 4096
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 _LENGTH = struct.Struct(">H")
-_HELLO_BYTES = len(MAGIC) + 1 + _NONCE_BYTES + _LENGTH.size
 
 
 class GreetingFailed(Exception):
@@ -47,26 +46,42 @@ class Session:
 
     Attributes:
         sealer, unsealer: for what it sends, and for what arrives.
-        rest: bytes that followed the greeting.
     """
 
+    key: bytes
     sealer: Sealer
     unsealer: Unsealer
-    rest: bytes = b""
 
 
-class RankGreeting:
-    """The rank's end.
+_Steps = Generator[tuple[bytes, int], bytes, tuple[bytes, Session]]
+"""One end's part: yields what it sends and how many bytes it takes next; returns what it sends
+last, and its session."""
+
+
+class Greeting:
+    """One end of a connection that greets.
 
     Attributes:
-        hello: what to send first.
-        key: known from the beginning, or from the coordinator's credential on.
-        session: None until the coordinator has authenticated.
+        hello: what to send first; empty for the coordinator.
+        session: None until the other end has authenticated.
+        rest: bytes that have arrived behind the greeting.
     """
 
-    def __init__(
-        self, *, key: bytes | None, open_credential: Callable[[bytes], bytes], local_rank: int = 0
-    ) -> None:
+    def __init__(self, steps: _Steps) -> None:
+        """Internal: use :meth:`of_rank` or :meth:`of_coordinator`."""
+        self.session: Session | None = None
+        self.rest = b""
+        self._steps = steps
+        self.hello, self._wanted_bytes = next(steps)
+
+    @classmethod
+    def of_rank(
+        cls,
+        *,
+        key: bytes | None,
+        open_credential: Callable[[bytes], bytes],
+        local_rank: int = 0,
+    ) -> Greeting:
         """
         Args:
             key: None to be given it.
@@ -74,98 +89,73 @@ class RankGreeting:
                 :meth:`feed` raises.
             local_rank: ranks of one node are given different credentials.
         """
-        self.key = key
-        self._open_credential = open_credential
         mode, nonce = BY_KEY if key else BY_MUNGE, secrets.token_bytes(_NONCE_BYTES)
-        self.hello = MAGIC + mode + nonce + _LENGTH.pack(local_rank % (1 << 16))
-        self.session: Session | None = None
-        self._buffer = b""
+        hello = MAGIC + mode + nonce + _LENGTH.pack(local_rank % (1 << 16))
+        return cls(_as_rank(hello, key, open_credential))
 
-    def feed(self, data: bytes) -> bytes | None:
-        """Take bytes of the coordinator; return our proof once it has given its own.
-
-        Raises:
-            GreetingFailed: it is not the coordinator of this attempt.
-            MungeError: as for :meth:`Munge.decode`.
-        """
-        self._buffer += data
-        head = _NONCE_BYTES + _LENGTH.size
-        if len(self._buffer) < head:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer, _NONCE_BYTES)
-        if length > CREDENTIAL_BYTES:
-            raise GreetingFailed("not the coordinator of this job: its credential is too long")
-        end = head + length
-        if len(self._buffer) < end + _PROOF_BYTES:
-            return None
-        answer, proof = self._buffer[:end], self._buffer[end : end + _PROOF_BYTES]
-        if self.key is None:
-            self.key = self._open_credential(answer[head:])
-        sent = self.hello + answer
-        if not hmac.compare_digest(proof, _prove(self.key, b"coordinator", sent)):
-            raise GreetingFailed("not the coordinator of this job: it does not know the key")
-        rest = self._buffer[end + _PROOF_BYTES :]
-        to_coordinator, to_rank = _frame_keys(self.key, sent)
-        self.session = Session(Sealer(to_coordinator), Unsealer(to_rank), rest)
-        return _prove(self.key, b"rank", sent)
-
-
-class CoordinatorGreeting:
-    """The coordinator's end of one connection.
-
-    Attributes:
-        session: None until the rank has authenticated.
-    """
-
-    def __init__(self, key: bytes, credentials: Sequence[bytes]) -> None:
+    @classmethod
+    def of_coordinator(cls, key: bytes, credentials: Sequence[bytes]) -> Greeting:
         """
         Args:
             key: of this attempt.
             credentials: that hold it; none to refuse ranks that have no key.
         """
-        self.session: Session | None = None
-        self._key = key
-        self._credentials = credentials
-        self._sent = b""
-        self._buffer = b""
+        return cls(_as_coordinator(key, credentials))
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the rank; return what to answer, which may be nothing.
+        """Take bytes of the other end; return what to answer, which may be nothing.
 
         Raises:
-            GreetingFailed: it is no rank of this job step.
+            GreetingFailed: it is not the coordinator, or no rank, of this attempt.
+            MungeError: as for :meth:`Munge.decode`.
         """
-        self._buffer += data
-        if not self._sent:
-            return self._answer()
-        if len(self._buffer) >= _PROOF_BYTES and self.session is None:
-            proof, rest = self._buffer[:_PROOF_BYTES], self._buffer[_PROOF_BYTES:]
-            if not hmac.compare_digest(proof, _prove(self._key, b"rank", self._sent)):
-                raise GreetingFailed("does not know the key")
-            to_coordinator, to_rank = _frame_keys(self._key, self._sent)
-            self.session = Session(Sealer(to_rank), Unsealer(to_coordinator), rest)
-        return b""
+        self.rest += data
+        answer = b""
+        while self.session is None and len(self.rest) >= self._wanted_bytes:
+            taken, self.rest = self.rest[: self._wanted_bytes], self.rest[self._wanted_bytes :]
+            try:
+                more, self._wanted_bytes = self._steps.send(taken)
+            except StopIteration as end:
+                more, self.session = end.value
+            answer += more
+        return answer
 
-    def _answer(self) -> bytes:
-        hello, self._buffer = self._buffer, b""
-        if hello[: len(MAGIC)] != MAGIC[: len(hello)]:
-            raise GreetingFailed("speaks another protocol")
-        if len(hello) < _HELLO_BYTES:
-            self._buffer = hello
-            return b""
-        if len(hello) > _HELLO_BYTES:
-            raise GreetingFailed("continues before it was answered")
-        mode, credential = hello[len(MAGIC) : len(MAGIC) + 1], b""
-        if mode == BY_MUNGE:
-            if not self._credentials:
-                raise GreetingFailed("has no key, and there is no MUNGE here")
-            (local_rank,) = _LENGTH.unpack_from(hello, _HELLO_BYTES - _LENGTH.size)
-            credential = self._credentials[local_rank % len(self._credentials)]
-        elif mode != BY_KEY:
-            raise GreetingFailed("speaks another protocol")
-        answer = secrets.token_bytes(_NONCE_BYTES) + _LENGTH.pack(len(credential)) + credential
-        self._sent = hello + answer
-        return answer + _prove(self._key, b"coordinator", self._sent)
+
+def _as_rank(hello: bytes, key: bytes | None, open_credential: Callable[[bytes], bytes]) -> _Steps:
+    head = yield hello, _NONCE_BYTES + _LENGTH.size
+    (length,) = _LENGTH.unpack_from(head, _NONCE_BYTES)
+    if length > CREDENTIAL_BYTES:
+        raise GreetingFailed("not the coordinator of this job: its credential is too long")
+    tail = yield b"", length + _PROOF_BYTES
+    credential, proof = tail[:length], tail[length:]
+    if key is None:
+        key = open_credential(credential)
+    sent = hello + head + credential
+    if not hmac.compare_digest(proof, _prove(key, b"coordinator", sent)):
+        raise GreetingFailed("not the coordinator of this job: it does not know the key")
+    to_coordinator, to_rank = _frame_keys(key, sent)
+    return _prove(key, b"rank", sent), Session(key, Sealer(to_coordinator), Unsealer(to_rank))
+
+
+def _as_coordinator(key: bytes, credentials: Sequence[bytes]) -> _Steps:
+    if (yield b"", len(MAGIC)) != MAGIC:
+        raise GreetingFailed("speaks another protocol")
+    hello = yield b"", 1 + _NONCE_BYTES + _LENGTH.size
+    mode, credential = hello[:1], b""
+    if mode == BY_MUNGE:
+        if not credentials:
+            raise GreetingFailed("has no key, and there is no MUNGE here")
+        (local_rank,) = _LENGTH.unpack_from(hello, 1 + _NONCE_BYTES)
+        credential = credentials[local_rank % len(credentials)]
+    elif mode != BY_KEY:
+        raise GreetingFailed("speaks another protocol")
+    answer = secrets.token_bytes(_NONCE_BYTES) + _LENGTH.pack(len(credential)) + credential
+    sent = MAGIC + hello + answer
+    proof = yield answer + _prove(key, b"coordinator", sent), _PROOF_BYTES
+    if not hmac.compare_digest(proof, _prove(key, b"rank", sent)):
+        raise GreetingFailed("does not know the key")
+    to_coordinator, to_rank = _frame_keys(key, sent)
+    return b"", Session(key, Sealer(to_rank), Unsealer(to_coordinator))
 
 
 def derive(key: bytes, purpose: str) -> bytes:

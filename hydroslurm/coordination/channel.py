@@ -41,7 +41,6 @@ class Connection:
     """
 
     socket: socket.socket
-    key: bytes
     session: Session
     first: Sequence[Any] = ()
 
@@ -291,18 +290,14 @@ async def _ask(host: str, port: int, world: World, secret: Secret) -> Connection
         if greeting is None:
             raise OSError("rank 0 has not written the ranks' key yet")
         await loop.sock_sendall(sock, greeting.hello)
-        proof = None
-        while proof is None:
+        while greeting.session is None:
             data = await loop.sock_recv(sock, 1 << 16)
             if not data:
                 raise OSError("closed; not the coordinator of this job, or it refuses this rank")
-            proof = greeting.feed(data)
-        await loop.sock_sendall(sock, proof)
+            await loop.sock_sendall(sock, greeting.feed(data))
         sock.setblocking(True)
-        assert greeting.session is not None
-        assert greeting.key is not None
-        first = greeting.session.unsealer.feed(greeting.session.rest)
-        return Connection(sock, greeting.key, greeting.session, first)
+        first = greeting.session.unsealer.feed(greeting.rest)
+        return Connection(sock, greeting.session, first)
     except (OSError, GreetingFailed, BadFrame, MungeError) as error:
         sock.close()
         return f"{host}:{port}: {error}"

@@ -97,7 +97,7 @@ def step_key(
     ports = world.coordinator_ports(secret.port_key)
     found = find_coordinator(world, secret, ports=ports, timeout_s=MEET_S, stop=stop)
     found.socket.close()
-    return found.key
+    return found.session.key
 
 
 def key_folder(

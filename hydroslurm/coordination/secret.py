@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydroslurm.coordination.authentication import KEY_BYTES, GreetingFailed, RankGreeting
+from hydroslurm.coordination.authentication import KEY_BYTES, Greeting, GreetingFailed
 from hydroslurm.coordination.world import KEY_ENV, World, key_from
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
@@ -73,7 +73,7 @@ class Secret:
         count = min(world.local_world_size, _MOST_CREDENTIALS)
         return [self._munge.encode(payload) for _ in range(count)]
 
-    def greeting(self, world: World) -> RankGreeting | None:
+    def greeting(self, world: World) -> Greeting | None:
         """A greeting for one connection; None while the key's file does not exist yet.
 
         Raises:
@@ -85,7 +85,7 @@ class Secret:
             if key is None:
                 return None
         opened = partial(self._open, world)
-        return RankGreeting(key=key, open_credential=opened, local_rank=world.local_rank)
+        return Greeting.of_rank(key=key, open_credential=opened, local_rank=world.local_rank)
 
     def _open(self, world: World, credential: bytes) -> bytes:
         if self._munge is None:

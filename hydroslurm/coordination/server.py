@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed
+from hydroslurm.coordination.authentication import Greeting, GreetingFailed
 from hydroslurm.coordination.frames import BadFrame, digest, pack
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import configure_socket
@@ -58,7 +58,7 @@ class PeerConnection:
         self,
         connection: socket.socket,
         address: str,
-        greeting: CoordinatorGreeting,
+        greeting: Greeting,
         *,
         since_s: float,
     ) -> None:
@@ -108,7 +108,7 @@ class Server:
     def __init__(
         self, listener: socket.socket, *, key: bytes, credentials: Sequence[bytes] = ()
     ) -> None:
-        """The other arguments are those of :class:`CoordinatorGreeting`."""
+        """The other arguments are those of :meth:`Greeting.of_coordinator`."""
         self.clock = AwakeClock()
         self._key = key
         self._credentials = credentials
@@ -215,7 +215,7 @@ class Server:
                     self._selector.unregister(self._listener)
                     self._accept_again_s = self.clock.now_s() + ACCEPT_AGAIN_S
                 return
-            greeting = CoordinatorGreeting(self._key, self._credentials)
+            greeting = Greeting.of_coordinator(self._key, self._credentials)
             peer = PeerConnection(connection, address, greeting, since_s=self.clock.now_s())
             self._take(peer)
 
@@ -280,7 +280,7 @@ class Server:
             session = peer.greeting.session
             if session is None:
                 return
-            data = session.rest
+            data = peer.greeting.rest
         for body in session.unsealer.bodies(data):
             self.on_body(peer, body)
             if peer not in self._open:

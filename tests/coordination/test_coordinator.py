@@ -22,7 +22,7 @@ from kit.team import KEY, SECRET, Team, all_at_once, coordinator_at
 from processes import cpu_s, wait_until
 
 from hydroslurm.coordination import channel, client
-from hydroslurm.coordination.authentication import RankGreeting
+from hydroslurm.coordination.authentication import Greeting
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.frames import MAC_BYTES, Sealer, pack
 from hydroslurm.coordination.messages import check_from_coordinator
@@ -239,15 +239,12 @@ class Visitor:
 
     def greet(self) -> None:
         """Prove that we know the key."""
-        greeting = RankGreeting(key=KEY, open_credential=lambda _: pytest.fail("has the key"))
+        greeting = Greeting.of_rank(key=KEY, open_credential=lambda _: pytest.fail("has the key"))
         self.line.sendall(greeting.hello)
-        proof = None
-        while proof is None:
+        while greeting.session is None:
             data = self.line.recv(1 << 16)
             assert data, "hung up on"
-            proof = greeting.feed(data)
-        self.line.sendall(proof)
-        assert greeting.session is not None
+            self.line.sendall(greeting.feed(data))
         self.sealer = greeting.session.sealer
         self.unsealer = greeting.session.unsealer
 

@@ -25,9 +25,8 @@ from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.coordination.authentication import (
     MAGIC,
-    CoordinatorGreeting,
+    Greeting,
     GreetingFailed,
-    RankGreeting,
 )
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
 from hydroslurm.coordination.frames import pack
@@ -175,7 +174,7 @@ def munged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def greeting_of(secret: Secret, world: World) -> RankGreeting:
+def greeting_of(secret: Secret, world: World) -> Greeting:
     greeting = secret.greeting(world)
     assert greeting is not None
     return greeting
@@ -198,7 +197,7 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
     found = find_coordinator(
         second, find_secret(second, environ, folder=None), ports=[port], timeout_s=30
     )
-    assert found.key == secret.key
+    assert found.session.key == secret.key
 
     public = stranger.home / "code"
     for package in (PACKAGE, Path(msgspec.__file__).parent):
@@ -213,7 +212,7 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
         secret = find_secret(world, {"HYDROSLURM_MUNGE_SOCKET": sys.argv[1]}, folder=None)
         try:
             found = find_coordinator(world, secret, ports=[int(sys.argv[2])], timeout_s=2)
-            print("has the key", found.key.hex())
+            print("has the key", found.session.key.hex())
         except Exception as error:
             print(error)
     """
@@ -250,9 +249,9 @@ def test_strangers_cost_munged_nothing_and_keep_no_rank_out(munged: str, tmp_pat
                  for _ in range(600)]  # fmt: skip
         flood[-1].sendall(hello)
         assert flood[-1].recv(1), "the last of the flood has been served"
-        rank.sendall(slow.feed(answer) or b"")
+        rank.sendall(slow.feed(answer))
         assert slow.session is not None
-        assert slow.key == secret.key
+        assert slow.session.key == secret.key
         join = {"type": "join", "incarnation_id": attempt, "rank": 1, "world_size": 2}
         rank.sendall(slow.session.sealer.seal(pack({**join, "cut_off": []})))
         assert slow.session.unsealer.feed(rank.recv(1 << 16)) == [{"type": "welcome"}]
@@ -269,16 +268,16 @@ def test_a_credential_is_for_one_attempt_and_proves_nothing_alone(munged: str) -
     secret = find_secret(second, environ, folder=None)
     other = greeting_of(secret, world_of("other", rank=1))
     with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
-        other.feed(CoordinatorGreeting(secrets.token_bytes(32), credentials).feed(other.hello))
+        other.feed(Greeting.of_coordinator(secrets.token_bytes(32), credentials).feed(other.hello))
     for _ in range(2):  # without the key, and when it has come
         rank = greeting_of(secret, second)
-        forger = CoordinatorGreeting(secrets.token_bytes(32), credentials)
+        forger = Greeting.of_coordinator(secrets.token_bytes(32), credentials)
         with pytest.raises(GreetingFailed, match="does not know the key"):
             rank.feed(forger.feed(rank.hello))
     made_up = [Munge(munged).encode(b"hydroslurm key\0" + bytes(64))]
     third = greeting_of(find_secret(world_of("third", 1), environ, folder=None), world_of("third"))
     with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
-        third.feed(CoordinatorGreeting(bytes(32), made_up).feed(third.hello))
+        third.feed(Greeting.of_coordinator(bytes(32), made_up).feed(third.hello))
 
 
 def test_a_rank_proves_that_it_has_the_key_before_anything_of_it_is_read() -> None:
@@ -289,10 +288,10 @@ def test_a_rank_proves_that_it_has_the_key_before_anything_of_it_is_read() -> No
         yield from (right[::-1], answer[-len(right) :], bytes(len(right)))
 
     for number in range(3):
-        coordinator = CoordinatorGreeting(key, ())
-        rank = RankGreeting(key=key, open_credential=lambda _: pytest.fail("it has the key"))
+        coordinator = Greeting.of_coordinator(key, ())
+        rank = Greeting.of_rank(key=key, open_credential=lambda _: pytest.fail("it has the key"))
         answer = coordinator.feed(rank.hello)
-        proof = list(wrong(answer, rank.feed(answer) or b""))[number]
+        proof = list(wrong(answer, rank.feed(answer)))[number]
         with pytest.raises(GreetingFailed, match="does not know the key"):
             coordinator.feed(proof)
         assert coordinator.session is None
@@ -311,7 +310,10 @@ def test_a_key_file_is_for_the_owner_only(tmp_path: Path, stranger: Any) -> None
     (path,) = (tmp_path / KEYS).iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / KEYS).stat().st_mode & 0o777 == 0o700
-    assert greeting_of(second, world_of(attempt)).key == first.key
+    assert first.key is not None
+    rank = greeting_of(second, world_of(attempt))
+    rank.feed(Greeting.of_coordinator(first.key, ()).feed(rank.hello))
+    assert rank.session is not None
     os.chown(path, stranger.uid, stranger.gid)
     with pytest.raises(UntrustedFile, match=f"uid {stranger.uid}"):
         second.greeting(world_of(attempt))
