@@ -18,7 +18,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -251,16 +251,6 @@ _ENTERS: dict[EventKind, State] = {
     EventKind.STOP_REQUESTED: "stopping",
     EventKind.UNINSTALLED: "ended",
 }
-_ANSWERS = (
-    EventKind.GATE_CLOSED,
-    EventKind.CAUSES_CHANGED,
-    EventKind.RESUMED,
-    EventKind.STOP_REQUESTED,
-)
-_SAVERS: dict[EventKind, Saver] = {
-    EventKind.ATTEMPT_BEGAN: "attempt_began",
-    EventKind.STOPS_TAKEN: "stops_taken",
-}
 
 
 def fold(events: Iterable[Event], status: RankStatus | None = None) -> RankStatus | None:
@@ -274,29 +264,25 @@ def after(status: RankStatus | None, event: Event) -> RankStatus:
     """The status after one more event; of any event that :meth:`Event.from_json` has read. Pure."""
     if status is None or event.kind is EventKind.INSTALLED:
         status = _begin(status, event)
-    status = replace(
-        _with_request(_with_step(status, event), event),
-        as_of=Moment.of(event),
-        pid=event.pid,
-        host=event.host,
-        job_id=event.job_id,
-        restart_count=event.restart_count,
-        causes=tuple(event.data.get("causes", status.causes)),
-        pauses=event.data.get("pause", status.pauses),
-    )
-    status = _with_vacated(_with_pause(status, event), event)
-    status = _with_training(_with_ranks(status, event), event)
+    changes = {
+        "as_of": Moment.of(event),
+        "pid": event.pid,
+        "host": event.host,
+        "job_id": event.job_id,
+        "restart_count": event.restart_count,
+        "causes": tuple(event.data.get("causes", status.causes)),
+        "pauses": event.data.get("pause", status.pauses),
+        **_step_changes(status, event),
+        **_changes(status, event),
+    }
     if status.time is not None:
-        time = copy.deepcopy(status.time)
+        changes["time"] = time = copy.deepcopy(status.time)
         time.add(event)
-        status = replace(status, time=time)
-    entered = _ENTERS.get(event.kind)
+    entered = _ENTERS.get(event.kind, status.state)
     # a stop opens the gate: what follows it is the way out, not a return to running
-    if entered is None or entered == status.state:
-        return status
-    if status.state == "stopping" and entered == "running":
-        return status
-    return replace(status, state=entered, since=Moment.of(event))
+    if entered != status.state and (status.state, entered) != ("stopping", "running"):
+        changes |= {"state": entered, "since": Moment.of(event)}
+    return replace(status, **changes)
 
 
 def _begin(before: RankStatus | None, event: Event) -> RankStatus:
@@ -343,128 +329,125 @@ def _begin(before: RankStatus | None, event: Event) -> RankStatus:
     )
 
 
-def _with_request(status: RankStatus, event: Event) -> RankStatus:
-    """When it came. A rank whose memory is given back first opens its gate by a request of its own,
-    long after the one that asked for it."""
-    if event.kind not in _ANSWERS:
-        return status
-    if event.kind is EventKind.RESUMED and "vacated" in status.causes:
-        return status
-    at_ns = event.data.get("requested_mono_ns") or event.mono_ns
-    return replace(status, request_mono_ns=at_ns)
-
-
-def _with_step(status: RankStatus, event: Event) -> RankStatus:
+def _step_changes(status: RankStatus, event: Event) -> dict[str, Any]:
     """Without a heartbeat, two events with different steps tell the rate."""
-    now, since, rate = Moment.of(event), status.step_since, status.steps_per_s
+    since, rate = status.step_since, status.steps_per_s
     if event.step is None or event.step == status.step:
-        return status
+        return {}
     if status.heartbeat_s is None and status.step is not None and since is not None:
-        took_s = (now.mono_ns - since.mono_ns) / 1e9
+        took_s = (event.mono_ns - since.mono_ns) / 1e9
         rate = max(0.0, (event.step - status.step) / took_s) if took_s > 0 else rate
-    return replace(status, step=event.step, step_since=now, steps_per_s=rate)
+    return {"step": event.step, "step_since": Moment.of(event), "steps_per_s": rate}
 
 
-def _with_pause(status: RankStatus, event: Event) -> RankStatus:
-    """How long it took to park, and to run again."""
-    kind, data = event.kind, event.data
-    if kind in (EventKind.PARKED, EventKind.RESUMED):
-        held = data.get("held")  # a flag in other events
-        status = replace(status, held=max(0, held) if type(held) is int else 0, resume_us=None)
-    elif kind is EventKind.FIRST_OPERATOR_RELEASED and status.request_mono_ns:
-        return replace(status, resume_us=(event.mono_ns - status.request_mono_ns) / 1e3)
-    # a rank that is let through to a collective parks again: the first time is what was measured
-    if kind is EventKind.PARKED and status.state != "parked":
-        park_us = None if "park_us" not in data else float(data["park_us"])
-        status = replace(status, park_us=park_us)
-        if park_us is not None:
-            bucket = bisect.bisect_left(PAUSE_BOUNDS_S, park_us / 1e6)
-            counts = list(status.pause_counts)
-            counts[bucket] += 1
-            sum_s = status.pause_sum_s + max(0.0, park_us / 1e6)
-            status = replace(status, pause_counts=tuple(counts), pause_sum_s=sum_s)
-    return status
-
-
-def _with_vacated(status: RankStatus, event: Event) -> RankStatus:
-    """Where the device's memory is."""
-    kind, data = event.kind, event.data
-    reason = str(data.get("reason") or "")[:_MOST_TEXT] or None
-    if kind is EventKind.VACATED:
-        took_s = data.get("vacate_s")
-        moved_bytes = data.get("moved_bytes", 0)
-        return replace(status, vacated_bytes=moved_bytes, vacate_s=took_s, not_vacated=None)
-    if kind in (EventKind.NOT_VACATED, EventKind.RESTORE_FAILED):
-        lost = bool(data.get("lost"))
-        return replace(status, vacated_bytes=0, not_vacated=reason, is_lost=status.is_lost or lost)
-    if kind is EventKind.RESTORED:
-        return replace(status, vacated_bytes=0, restore_s=data.get("restore_s"))
-    return replace(status, not_vacated=None) if kind is EventKind.GATE_CLOSED else status
-
-
-def _with_ranks(status: RankStatus, event: Event) -> RankStatus:
-    """What several ranks add to it."""
-    kind = event.kind
-    if kind in (EventKind.RANKS_JOINED, EventKind.PARKED):
-        return replace(status, world_size=event.data.get("world_size", status.world_size))
-    if kind in (EventKind.AGREEMENT_FAILED, EventKind.COORDINATOR_LOST):
-        is_alone = event.data.get("what") == "connection"
-        world_size = 1 if is_alone else status.world_size
-        return replace(status, world_size=world_size, all_parked=None)
-    if kind is EventKind.ALL_PARKED:
-        in_flight = event.data.get("in_flight")
-        return replace(status, all_parked=Moment.of(event), in_flight=in_flight)
-    since = status.all_parked
-    # two threads write: the line of a closing may follow that of the agreement which came of it
-    if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED) and since and event.mono_ns > since[0]:
-        return replace(status, all_parked=None)
-    return status
-
-
-def _with_training(status: RankStatus, event: Event) -> RankStatus:
-    """What a Run, or the two calls, add to it."""
+def _changes(status: RankStatus, event: Event) -> dict[str, Any]:
+    """What an event of its kind changes."""
     kind, data, now = event.kind, event.data, Moment.of(event)
-    if kind in _SAVERS:
-        status = replace(status, saver=_SAVERS[kind], saver_restart_count=event.restart_count)
-    if kind is EventKind.ATTEMPT_BEGAN:
-        step = data.get("step")
-        return replace(
-            status,
-            attempt_step=step if type(step) is int else 0,
-            attempt_began=now,
-            attempt_restart_count=event.restart_count,
-        )
-    if kind is EventKind.FIRST_STEP:
-        samples = data.get("samples_per_step")
-        return replace(status, samples_per_step=samples if type(samples) is int else None)
-    if kind is EventKind.UNINSTALLED:
-        return replace(
-            status,
-            error=str(data.get("error") or "")[:_MOST_TEXT],
-            met=data.get("met") is not False,
-            lost_peer=data.get("lost_peer") is True,
-        )
-    if kind is EventKind.SAVE_COMMITTED:
-        if (step := data.get("checkpoint_step")) is not None:
-            status = replace(status, committed_step=step, committed=now)
-        if (took_s := data.get("seconds")) is not None:
-            status = replace(status, save_s=max(status.save_s or 0.0, float(took_s)))
-    elif kind is EventKind.SAVE_STAGED:
-        status = replace(status, not_copied=None)
-    elif kind is EventKind.SAVE_NOT_COPIED:
-        reason = data.get("reason")
-        status = replace(status, not_copied=reason and reason[:_MOST_TEXT])
-    elif kind is EventKind.STOP_REASON and data.get("reason") == "preempted":
-        others = [one for one in status.preempted if one[0] != event.restart_count]
-        told = [*others, (event.restart_count, event.epoch_ns)][-_MOST_PREEMPTIONS:]
-        status = replace(status, preempted=tuple(told))
-    elif kind is EventKind.REQUEUED:
-        status = replace(status, requeue="")
-    elif kind is EventKind.REQUEUE_FAILED:
-        status = replace(status, requeue=(data.get("reason") or "unknown")[:_MOST_TEXT])
-    elif kind is EventKind.RUN_FINISHED:
-        status = replace(status, finished=True)
-    return status
+    reason = str(data.get("reason") or "")[:_MOST_TEXT]
+    requested = {"request_mono_ns": data.get("requested_mono_ns") or event.mono_ns}
+    # two threads write: the line of a closing may follow that of the agreement which came of it
+    is_older = status.all_parked is not None and event.mono_ns <= status.all_parked.mono_ns
+    apart = {"all_parked": status.all_parked if is_older else None}
+    match kind:
+        # --- pauses
+        case EventKind.GATE_CLOSED:
+            return {**requested, **apart, "not_vacated": None}
+        case EventKind.CAUSES_CHANGED | EventKind.STOP_REQUESTED:
+            return requested
+        case EventKind.PARKED:
+            world_size = data.get("world_size", status.world_size)
+            return {**_held(event), **_park_changes(status, event), "world_size": world_size}
+        case EventKind.RESUMED:
+            # a rank whose memory is given back first opens its gate by a request of its own, long
+            # after the one that asked for it
+            return {**_held(event), **apart, **({} if "vacated" in status.causes else requested)}
+        case EventKind.FIRST_OPERATOR_RELEASED if status.request_mono_ns:
+            return {"resume_us": (event.mono_ns - status.request_mono_ns) / 1e3}
+        # --- where the device's memory is
+        case EventKind.VACATED:
+            moved_bytes, took_s = data.get("moved_bytes", 0), data.get("vacate_s")
+            return {"vacated_bytes": moved_bytes, "vacate_s": took_s, "not_vacated": None}
+        case EventKind.NOT_VACATED | EventKind.RESTORE_FAILED:
+            is_lost = status.is_lost or bool(data.get("lost"))
+            return {"vacated_bytes": 0, "not_vacated": reason or None, "is_lost": is_lost}
+        case EventKind.RESTORED:
+            return {"vacated_bytes": 0, "restore_s": data.get("restore_s")}
+        # --- several ranks
+        case EventKind.RANKS_JOINED:
+            return {"world_size": data.get("world_size", status.world_size)}
+        case EventKind.AGREEMENT_FAILED | EventKind.COORDINATOR_LOST:
+            is_alone = data.get("what") == "connection"
+            return {"world_size": 1 if is_alone else status.world_size, "all_parked": None}
+        case EventKind.ALL_PARKED:
+            return {"all_parked": now, "in_flight": data.get("in_flight")}
+        # --- a Run, or the two calls
+        case EventKind.STOPS_TAKEN:
+            return {"saver": "stops_taken", "saver_restart_count": event.restart_count}
+        case EventKind.ATTEMPT_BEGAN:
+            return {
+                "saver": "attempt_began",
+                "saver_restart_count": event.restart_count,
+                "attempt_step": _integer(data.get("step")) or 0,
+                "attempt_began": now,
+                "attempt_restart_count": event.restart_count,
+            }
+        case EventKind.FIRST_STEP:
+            return {"samples_per_step": _integer(data.get("samples_per_step"))}
+        case EventKind.UNINSTALLED:
+            return {
+                "error": str(data.get("error") or "")[:_MOST_TEXT],
+                "met": data.get("met") is not False,
+                "lost_peer": data.get("lost_peer") is True,
+            }
+        case EventKind.SAVE_COMMITTED:
+            return _save_changes(status, event)
+        case EventKind.SAVE_STAGED:
+            return {"not_copied": None}
+        case EventKind.SAVE_NOT_COPIED:
+            return {"not_copied": reason or data.get("reason")}
+        case EventKind.STOP_REASON if reason == "preempted":
+            others = [one for one in status.preempted if one[0] != event.restart_count]
+            preempted = [*others, (event.restart_count, event.epoch_ns)][-_MOST_PREEMPTIONS:]
+            return {"preempted": tuple(preempted)}
+        case EventKind.REQUEUED:
+            return {"requeue": ""}
+        case EventKind.REQUEUE_FAILED:
+            return {"requeue": reason or "unknown"}
+        case EventKind.RUN_FINISHED:
+            return {"finished": True}
+    return {}
+
+
+def _held(event: Event) -> dict[str, Any]:
+    return {"held": max(0, _integer(event.data.get("held")) or 0), "resume_us": None}
+
+
+def _park_changes(status: RankStatus, event: Event) -> dict[str, Any]:
+    """How long it took to park. A rank that is let through to a collective parks again: the first
+    time is what was measured."""
+    if status.state == "parked":
+        return {}
+    if "park_us" not in event.data:
+        return {"park_us": None}
+    park_us = float(event.data["park_us"])
+    counts = list(status.pause_counts)
+    counts[bisect.bisect_left(PAUSE_BOUNDS_S, park_us / 1e6)] += 1
+    sum_s = status.pause_sum_s + max(0.0, park_us / 1e6)
+    return {"park_us": park_us, "pause_counts": tuple(counts), "pause_sum_s": sum_s}
+
+
+def _save_changes(status: RankStatus, event: Event) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if (step := event.data.get("checkpoint_step")) is not None:
+        changes |= {"committed_step": step, "committed": Moment.of(event)}
+    if (took_s := event.data.get("seconds")) is not None:
+        changes["save_s"] = max(status.save_s or 0.0, float(took_s))
+    return changes
+
+
+def _integer(value: Any) -> int | None:
+    """None also for a flag, which other events have under these names."""
+    return value if type(value) is int else None
 
 
 # --- the file ------------------------------------------------------------------------------------
