@@ -1,4 +1,4 @@
-"""What the three ways to hold a position share: counting, naming the epoch, values, samplers, and
+"""What the three ways to hold a position share: counting, naming the epoch, samplers, and
 warnings about random numbers that a resume cannot restore."""
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import numpy
-import torch
 from torch.utils.data import IterableDataset
 
 from hydroslurm.checkpoint import rng
+from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.data.sampler import ResumableSampler, Share
 from hydroslurm.data.seeding import SeededDataset
-from hydroslurm.errors import StateMismatch, UnsavableState
+from hydroslurm.errors import StateMismatch
 
 FORMAT = 1
-_PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
 @dataclass
@@ -110,30 +108,14 @@ def tell(loader: Any, share: Share) -> None:
             sampler.tell(share)
 
 
-def plain(value: Any, *, place: str) -> Any:
-    """A copy that holds plain values and tensors only.
+def copied_state(loader: Any) -> Any:
+    """A copy of the state of a loader that keeps one.
 
     Raises:
-        UnsavableState: there is something else in it; names the place and the type.
+        UnsavableState: it holds what a checkpoint cannot; names the place and the type.
     """
-    if isinstance(value, numpy.generic):
-        value = value.item()
-    if value is None or type(value) in _PLAIN:
-        return value
-    for kind in _PLAIN:  # of a subclass, which would need pickling, the plain value
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: plain(inner, place=f"{place}[{key!r}]") for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        copied = [plain(inner, place=f"{place}[{n}]") for n, inner in enumerate(value)]
-        return copied if isinstance(value, list) else tuple(copied)
-    raise UnsavableState(
-        f"the state of the data loader holds a {type(value).__qualname__} at {place}; only plain "
-        "values and tensors can be saved: change the state_dict() of the data set or sampler"
-    )
+    tree, tensors = encode(loader.state_dict(), prefix="loader.state_dict()")
+    return decode(tree, {key: tensor.detach().clone() for key, tensor in tensors.items()})
 
 
 def samplers(loader: Any) -> list[Any]:

@@ -97,7 +97,7 @@ class StatefulPosition:
         state["num_workers"] = getattr(self._loader, "num_workers", 0)
         state["objects"] = self.loader_state.now()
         if self._progress.begun:  # before that, asking would start the workers
-            state["loader"] = epochs.plain(self._loader.state_dict(), place="loader.state_dict()")
+            state["loader"] = epochs.copied_state(self._loader)
         return state
 
     def _require_workers(self, state: Mapping[str, Any]) -> None:
