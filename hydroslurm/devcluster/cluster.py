@@ -67,7 +67,7 @@ class DevCluster:
     ) -> None:
         """Internal: use :meth:`up` or :meth:`attach`."""
         self.spec = running.spec
-        self.no_preempt = ""
+        self.no_preempt = running.no_preempt
         self._layout = layout
         self._running = running
         self._supervisor = supervisor  # a child of this process
@@ -87,8 +87,7 @@ class DevCluster:
                 did not start; the message has its last log lines. Nothing is left running.
         """
         spec = spec or ClusterSpec()
-        path = search_path(os.environ.get("PATH"))
-        find_programs(path)
+        find_programs(search_path(os.environ.get("PATH")))
         temporary = spec.directory is None
         directory = spec.directory or Path(tempfile.mkdtemp(prefix="hydroslurm-cluster-"))
         layout = Layout.at(directory)
@@ -97,10 +96,9 @@ class DevCluster:
         layout.create()
         caller = ProcessId.of(os.getpid())
         assert caller is not None
-        request = Request(spec, layout.root, detach, temporary, path, caller)
-        supervisor = _start_supervisor(layout, request)
+        supervisor = _start_supervisor(layout, Request(spec, detach, temporary, caller))
         try:
-            no_preempt = _answer(supervisor, layout, timeout_s=timeout_s)
+            _wait_until_up(supervisor, layout, timeout_s=timeout_s)
             running = Running.read(layout)
             if running is None:
                 raise ClusterError(
@@ -115,9 +113,7 @@ class DevCluster:
             raise
         assert supervisor.stdout is not None
         supervisor.stdout.close()
-        cluster = cls(layout, running, None if detach else supervisor)
-        cluster.no_preempt = no_preempt
-        return cluster
+        return cls(layout, running, None if detach else supervisor)
 
     @classmethod
     def attach(cls, directory: Path) -> DevCluster:
@@ -128,7 +124,7 @@ class DevCluster:
         """
         layout = Layout.at(directory)
         running = Running.read(layout)
-        if running is None or not running.up or not running.supervisor.alive:
+        if running is None or not running.daemons or not running.supervisor.alive:
             raise ClusterError(
                 f"no cluster is up in {layout.root}; start one: "
                 f"hydroslurm cluster up --dir {layout.root}"
@@ -267,8 +263,10 @@ def _start_supervisor(layout: Layout, request: Request) -> subprocess.Popen[byte
         )
 
 
-def _answer(supervisor: subprocess.Popen[bytes], layout: Layout, *, timeout_s: float) -> str:
-    """Wait until the cluster is up; return why there is no ``--preempt``, empty if there is."""
+def _wait_until_up(
+    supervisor: subprocess.Popen[bytes], layout: Layout, *, timeout_s: float
+) -> None:
+    """Wait for the supervisor's answer, or raise the error that it tells."""
     assert supervisor.stdout is not None
     poll = select.poll()  # select() rejects descriptors above 1023
     poll.register(supervisor.stdout, select.POLLIN)
@@ -278,10 +276,8 @@ def _answer(supervisor: subprocess.Popen[bytes], layout: Layout, *, timeout_s: f
     if not answer:
         lines = "".join(f"  {line}\n" for line in tail(layout.log("supervisor")))
         raise ClusterError(f"the cluster's supervisor ended. Its last lines:\n{lines}")
-    response = json.loads(answer)
-    if "error" in response:
+    if "error" in (response := json.loads(answer)):
         raise ClusterError(response["error"])
-    return str(response["no_preempt"])
 
 
 def _abandon(supervisor: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
 _TAIL_LINES = 12
-_VERSION = 2
+_VERSION = 3
 _JOBS_END_S = 1.5
 _CANCEL_LIMIT_S = 5.0
 _END_LIMIT_S = 15.0
@@ -76,11 +76,6 @@ def descendants(pid: int) -> list[int]:
     return result
 
 
-def find(matches: Callable[[int], bool]) -> list[int]:
-    """Return every matching process but this one."""
-    return [pid for pid in pids() if pid != os.getpid() and matches(pid)]
-
-
 def holds_file_below(pid: int, folder: Path) -> bool:
     """Whether a process of this user has a file open in or below a folder, by its real path."""
     try:
@@ -119,14 +114,6 @@ def _stat(pid: int) -> list[str] | None:
     except OSError:
         return None
     return None if stat[STATE] in "ZX" else stat
-
-
-def environment(pid: int) -> dict[str, str]:
-    """Return the initial environment of our process; empty if it is gone or has cleared it."""
-    try:
-        return environ_of(pid)
-    except OSError:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -181,19 +168,19 @@ class Running:
     """The cluster that runs in a folder.
 
     Attributes:
-        up: False while it is starting.
         temporary: the folder is removed with the cluster.
         link: short path of the folder.
         supervisor: the process that owns all others.
-        daemons: name -> process.
+        daemons: name -> process; none while it is starting.
+        no_preempt: why srun has no ``--preempt`` here; empty if it has.
     """
 
     spec: ClusterSpec
-    up: bool
     temporary: bool
     link: Path
     supervisor: ProcessId
     daemons: tuple[tuple[str, ProcessId], ...] = ()
+    no_preempt: str = ""
     version: int = _VERSION
 
     def write(self, layout: Layout) -> None:
@@ -231,25 +218,23 @@ class Request:
     """A caller's request for a cluster.
 
     Attributes:
+        spec: with a directory.
         detach: the cluster outlives the caller, once it is up.
         temporary: remove the folder with the cluster.
-        path: where to look for programs.
         caller: the process with which the cluster ends.
     """
 
     spec: ClusterSpec
-    root: Path
     detach: bool
     temporary: bool
-    path: str
     caller: ProcessId
 
     @classmethod
     def from_json(cls, text: str) -> Request:
         """Decode the output of :func:`to_json`."""
         row = json.loads(text)
-        row["spec"], row["root"] = _spec(row["spec"]), Path(row["root"])
-        return cls(**{**row, "caller": ProcessId(**row["caller"])})
+        row["spec"], row["caller"] = _spec(row["spec"]), ProcessId(**row["caller"])
+        return cls(**row)
 
 
 def to_json(value: Running | Request) -> str:
@@ -329,7 +314,9 @@ def _strays(layout: Layout, running: Running) -> list[ProcessId]:
     root = layout.root.resolve()
 
     def ours(pid: int) -> bool:
-        environ = environment(pid)
+        environ: dict[str, str] = {}
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            environ = environ_of(pid)
         is_task = (
             environ.get("SLURM_CONF") in confs
             and "SLURM_JOB_ID" in environ
@@ -339,7 +326,8 @@ def _strays(layout: Layout, running: Running) -> list[ProcessId]:
             return True
         return command_name(pid) == "slurmstepd" and holds_file_below(pid, root)
 
-    roots = {*find(ours), *cgroups.processes_of(running.spec)}
+    roots = {pid for pid in pids() if pid != os.getpid() and ours(pid)}
+    roots.update(cgroups.processes_of(running.spec))
     below = {child for pid in roots for child in descendants(pid)}
     return [p for pid in (roots | below) - {os.getpid()} if (p := ProcessId.of(pid))]
 

@@ -1,7 +1,7 @@
 """The process that owns all daemons of one dev cluster, run as ``python -m`` this module.
 
-Its argument is the request; it answers with one line of JSON on stdout: ``{"no_preempt": ...}`` or
-``{"error": ...}``. It lives until SIGTERM, or until its caller is gone, unless that asked to
+Its argument is the request; it answers with one line of JSON on stdout: ``{}`` once the cluster is
+up, or ``{"error": ...}``. It lives until SIGTERM, or until its caller is gone, unless that asked to
 detach. However it ends, even by SIGKILL, the daemons end, too.
 """
 
@@ -30,7 +30,7 @@ from hydroslurm.devcluster.processes import (
     reap,
     sweep,
 )
-from hydroslurm.devcluster.programs import find_programs
+from hydroslurm.devcluster.programs import find_programs, search_path
 from hydroslurm.errors import ClusterError, HydroslurmError
 
 _STDOUT = 1
@@ -47,7 +47,8 @@ def main() -> None:
         os._exit(0)
     control = Control(request.caller)
     adopt_orphans()
-    layout = Layout.at(request.root)
+    assert request.spec.directory is not None
+    layout = Layout.at(request.spec.directory)
     try:
         with locked(layout):
             _serve(request, layout, control)
@@ -71,21 +72,21 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
     layout.remove_state()
     layout.create()
     layout.remove_logs()
-    programs = find_programs(request.path)
+    programs = find_programs(search_path(os.environ.get("PATH")))
     user = _user_name()
     link = make_link(layout.root)
     ports = Ports.reserve(request.spec.nodes)
     place = Place(link, os.uname().nodename, user, _memory_mb(), programs.plugins)
     me = ProcessId.of(os.getpid())
     assert me is not None
-    running = Running(request.spec, False, request.temporary, link, me)
+    running = Running(request.spec, request.temporary, link, me)
     bringup = Bringup(request.spec, layout, place, ports, programs, control)
     try:
         running.write(layout)
         bringup.run()
         pids = tuple((daemon.name, daemon.id or me) for daemon in bringup.daemons)
-        replace(running, up=True, daemons=pids).write(layout)
-        _tell({"no_preempt": bringup.no_preempt})
+        replace(running, daemons=pids, no_preempt=bringup.no_preempt).write(layout)
+        _tell({})
         if request.detach:
             control.caller = None
         _stand_by(bringup, control)

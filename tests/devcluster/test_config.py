@@ -121,8 +121,8 @@ def test_spec_survives_json(tmp_path: Path) -> None:
         ClusterSpec(nodes=2, profile="requeue", directory=odd, grace_s=7),
         ClusterSpec(),
     ):
-        request = Request(spec, odd, True, False, "/bin", me)
+        request = Request(spec, True, False, me)
         assert Request.from_json(to_json(request)) == request
-        running = Running(spec, True, False, odd, me, (("slurmctld", me),))
+        running = Running(spec, False, odd, me, (("slurmctld", me),), "no headers")
         running.write(Layout(tmp_path))
         assert Running.read(Layout(tmp_path)) == running

@@ -56,5 +56,5 @@ def _names(place: str) -> list[str]:
 
 def without_environment(patch: pytest.MonkeyPatch, pids: Collection[int]) -> None:
     """As if these processes had none: Slurm 25.11 empties that of slurmstepd."""
-    asked = processes.environment
-    patch.setattr(processes, "environment", lambda pid: {} if pid in pids else asked(pid))
+    asked = processes.environ_of
+    patch.setattr(processes, "environ_of", lambda pid: {} if pid in pids else asked(pid))
