@@ -55,7 +55,7 @@ _APPEAR_S = 1.0
 _LOOK_AGAIN_S = 0.1
 _LOOK_AT_SAVES_S = 0.05
 _SILENT_S = 15.0
-"""A rank that has not written its status for so long, or for three heartbeats, has been killed."""
+"""A rank whose status is older than this, and than three heartbeats, has been killed."""
 _LIMIT_BYTES = 1 << 16
 _STEP_ADDRESS = ("SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_PORT")
 _BATCH_ADDRESS = ("SLURMD_NODENAME", "SLURM_TASK_PID")
@@ -446,45 +446,36 @@ def wait_until_saved(folders: Iterable[RunDir], *, restart_count: int, until_mon
     They are the others of this job: ``scontrol requeue`` kills all job steps at once, and the one
     that is saved first must not take the others' time to save away.
     """
-    watched = [_Neighbour(folder, restart_count) for folder in folders]
+    watched = list(folders)
     while time.monotonic() < until_mono_s:
-        watched = [one for one in watched if one.is_at_work()]
+        watched = [one for one in watched if _is_at_work(one, restart_count)]
         if not watched:
             return
         time.sleep(_LOOK_AT_SAVES_S)
 
 
-class _Neighbour:
-    def __init__(self, run: RunDir, restart_count: int) -> None:
-        self._run = run
-        self._restart_count = restart_count
-        self._changed: dict[int, tuple[tuple[int, int], float]] = {}
+def _is_at_work(run: RunDir, restart_count: int) -> bool:
+    """Whether a rank of it lives, and none has asked for the requeue, which follows the commit of
+    all."""
+    try:
+        ranks = run.rank_status_names()
+    except OSError:
+        return False
+    alive = any(_is_training(read_status(path), restart_count) for path in ranks.values())
+    return alive and not any(_has_asked(run.rank_events(rank), restart_count) for rank in ranks)
 
-    def is_at_work(self) -> bool:
-        """Whether a rank of it lives, and none has asked for the requeue, which follows the
-        commit of all."""
-        try:
-            files = self._run.rank_status_names()
-        except OSError:
-            return False
-        alive = [rank for rank, path in files.items() if self._lives(rank, read_status(path))]
-        return bool(alive) and not any(self._is_saved(rank) for rank in files)
 
-    def _lives(self, rank: int, status: RankStatus | None) -> bool:
-        if status is None or status.restart_count != self._restart_count:
-            return False
-        if status.state == "ended" or status.finished or not status.saver:
-            return False
-        now_s = time.monotonic()
-        try:
-            facts = self._run.rank_status(rank).stat()
-        except OSError:
-            return False
-        version = facts.st_ino, facts.st_mtime_ns
-        if self._changed.get(rank, (None, 0.0))[0] != version:
-            self._changed[rank] = version, now_s
-        return now_s - self._changed[rank][1] < max(_SILENT_S, 3 * (status.heartbeat_s or 0.0))
+def _is_training(status: RankStatus | None, restart_count: int) -> bool:
+    if status is None or status.restart_count != restart_count:
+        return False
+    if status.state == "ended" or status.finished or not status.saver:
+        return False
+    silent_s = time.time() - status.as_of.epoch_ns / 1e9
+    return silent_s < max(_SILENT_S, 3 * (status.heartbeat_s or 0.0))
 
-    def _is_saved(self, rank: int) -> bool:
-        asked = read_events(self._run.rank_events(rank), kinds=(EventKind.REQUEUE_ASKED,))
-        return any(event.restart_count == self._restart_count for event in asked)
+
+def _has_asked(events: Path, restart_count: int) -> bool:
+    with contextlib.suppress(OSError):
+        asked = read_events(events, kinds=(EventKind.REQUEUE_ASKED,))
+        return any(event.restart_count == restart_count for event in asked)
+    return False

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from hydroslurm.core.command import Command
+from hydroslurm.core.events import Event, EventKind, EventLog, clocks
 from hydroslurm.core.rundir import RunDir, comment_for
+from hydroslurm.core.status import NEVER, Moment, RankStatus
 from hydroslurm.errors import ControllerUnreachable, RunFolderError
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.values import Job, JobState
@@ -247,3 +249,28 @@ def test_job_steps_that_come_together_share_nothing(site: Site) -> None:
     assert seen[0] == seen[1]
     assert sorted(map(len, seen[0].values())) == [1] * 10
     assert len(set.union(*seen[0].values())) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "waits"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"state": "ended"}, False, False),
+        ({"finished": True}, False, False),
+        ({"saver": ""}, False, False),
+        ({"restart_count": 1}, False, False),
+        ({"as_of": Moment(1, 1)}, False, False),
+        ({"as_of": Moment(1, time.time_ns() - 40 * 10**9), "heartbeat_s": 60.0}, False, True),
+    ],
+)
+def test_a_requeue_waits_for_whom_it_would_kill(
+    tmp_path: Path, change: dict[str, Any], asked: bool, waits: bool
+) -> None:
+    """A training of this start that lives, saves by itself, and has not asked for the requeue."""
+    run = RunDir(tmp_path).create()
+    status = RankStatus(0, "stopping", NEVER, as_of=Moment(*clocks()), saver="attempt_began")
+    run.rank_status(0).write_text(replace(status, **change).to_json())
+    if asked:
+        EventLog(run.rank_events(0)).append(Event(EventKind.REQUEUE_ASKED, *clocks()))
+    assert run_folders._is_at_work(run, 0) is waits
