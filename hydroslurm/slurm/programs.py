@@ -79,9 +79,7 @@ class Programs:
             ) from error
         except OSError as error:
             raise SlurmMissing(f"{doing}: {command[0]} cannot be run ({error.strerror})") from error
-        # names and paths are bytes on Linux; one that is no UTF-8 must not hide all other jobs
-        out = done.stdout.decode(errors="replace")
-        complaint = done.stderr.decode(errors="replace")
+        out, complaint = done.stdout, done.stderr
         if done.returncode != 0:
             if is_unconfigured(complaint):
                 raise SlurmMissing(f"{doing}: {why_unconfigured(self.environ)}")
@@ -142,20 +140,8 @@ def sbatch(
     environ = os.environ if environ is None else environ
     check_conf(environ)
     try:
-        done = subprocess.run(
-            ["sbatch", *options, str(script)],
-            env={
-                name: value
-                for name, value in environ.items()
-                if not name.startswith(_NOT_PASSED_ON)
-            },
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SBATCH_TIMEOUT_S,
-            check=False,
-        )
+        of_job = {name: environ[name] for name in environ if not name.startswith(_NOT_PASSED_ON)}
+        done = _run_apart(["sbatch", *options, str(script)], of_job, SBATCH_TIMEOUT_S)
     except OSError as error:
         raise SlurmMissing(
             f"sbatch cannot be run ({error.strerror}), so there is no Slurm to submit to from "
@@ -176,7 +162,7 @@ def submitted(text: str) -> int | None:
 
 def _run_apart(
     command: list[str], environ: Mapping[str, str], timeout_s: float
-) -> subprocess.CompletedProcess[bytes]:
+) -> subprocess.CompletedProcess[str]:
     """subprocess.run for a child that ignores the signals meant for the ranks of its job.
 
     Under proctrack/linuxproc every process of a job step gets them, and the second SIGTERM of a
@@ -201,7 +187,9 @@ def _run_apart(
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(command, process.returncode, out, complaint)
+    # names and paths are bytes on Linux; one that is no UTF-8 must not hide all other jobs
+    texts = [each.decode(errors="replace") for each in (out, complaint)]
+    return subprocess.CompletedProcess(command, process.returncode, *texts)
 
 
 def checked_job_id(job_id: int) -> int:

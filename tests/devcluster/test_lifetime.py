@@ -88,7 +88,7 @@ def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
     nothing_is_left(folder)
     left = sorted(entry.name for entry in folder.iterdir())
     assert left == ["THIS-IS-FOR-TESTING-ONLY", "lock", "log"]
-    assert "Allocate JobId=2" in Layout(folder).log("slurmctld").read_text()
+    assert " JobId=2 " in Layout(folder).log("slurmctld").read_text()
     with pytest.raises(ClusterError, match="no cluster is up in"):
         DevCluster.attach(folder)
     with DevCluster.up(spec) as again:
