@@ -23,8 +23,7 @@ from typing import Any
 
 from harness import finish, options
 
-from hydroslurm.coordination.authentication import Greeting
-from hydroslurm.coordination.frames import pack, unpack
+from hydroslurm.coordination.authentication import Greeting, pack, unpack
 from hydroslurm.coordination.messages import Runs, check_from_coordinator, runs_of
 from hydroslurm.coordination.network import allow_descriptors
 from hydroslurm.coordination.rendezvous import _started, start_coordinator

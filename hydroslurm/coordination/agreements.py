@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydroslurm.coordination.frames import LIMIT_DEPTH, pack
+from hydroslurm.coordination.authentication import LIMIT_DEPTH, pack
 from hydroslurm.coordination.messages import MAX_COLLECTORS, Message, Runs, ranks_of, runs_of
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.files import parse_json

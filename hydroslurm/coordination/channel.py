@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hydroslurm.coordination.authentication import GreetingFailed, Session
-from hydroslurm.coordination.frames import BadFrame, pack
+from hydroslurm.coordination.authentication import BadFrame, GreetingFailed, Session, pack
 from hydroslurm.coordination.messages import BadMessage, Message, check_from_coordinator
 from hydroslurm.coordination.network import configure_socket, located
 from hydroslurm.coordination.secret import Secret

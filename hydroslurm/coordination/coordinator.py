@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.frames import unpack
+from hydroslurm.coordination.authentication import unpack
 from hydroslurm.coordination.messages import (
     MAX_TEXT,
     BadMessage,

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hydroslurm.coordination.authentication import Greeting, GreetingFailed
-from hydroslurm.coordination.frames import BadFrame, digest, pack
+from hydroslurm.coordination.authentication import BadFrame, Greeting, GreetingFailed, digest, pack
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.core.awake_clock import AwakeClock

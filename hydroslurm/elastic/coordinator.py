@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hydroslurm.coordination.frames import unpack
+from hydroslurm.coordination.authentication import unpack
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import allow_descriptors, listen, own_address
 from hydroslurm.coordination.server import (

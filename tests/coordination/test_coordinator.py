@@ -22,9 +22,8 @@ from kit.team import KEY, SECRET, Team, all_at_once, coordinator_at
 from processes import cpu_s, wait_until
 
 from hydroslurm.coordination import channel, client
-from hydroslurm.coordination.authentication import Greeting
+from hydroslurm.coordination.authentication import MAC_BYTES, Greeting, Sealer, pack
 from hydroslurm.coordination.client import CoordinatorClient
-from hydroslurm.coordination.frames import MAC_BYTES, Sealer, pack
 from hydroslurm.coordination.messages import check_from_coordinator
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.world import World

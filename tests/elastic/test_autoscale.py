@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 from elasticstory import formed
 
-from hydroslurm.coordination.frames import pack
+from hydroslurm.coordination.authentication import pack
 from hydroslurm.elastic.autoscale import (
     AutoscalePolicy,
     Autoscaler,

@@ -27,9 +27,9 @@ from hydroslurm.coordination.authentication import (
     MAGIC,
     Greeting,
     GreetingFailed,
+    pack,
 )
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
-from hydroslurm.coordination.frames import pack
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import KEYS, Secret, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hydroslurm.coordination.agreements import values_of
-from hydroslurm.coordination.frames import pack
+from hydroslurm.coordination.authentication import pack
 from hydroslurm.coordination.messages import Outbox
 from hydroslurm.coordination.state import Agreements
 from hydroslurm.errors import AgreementFailed, VacateError
