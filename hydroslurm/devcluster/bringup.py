@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import time
@@ -277,7 +276,7 @@ class Bringup:
                 stderr=subprocess.STDOUT,
                 cwd=self.layout.root,
                 env=environ or self.environ(),
-                preexec_fn=partial(die_with, os.getpid()),
+                preexec_fn=partial(_begin_child, os.getpid()),
                 start_new_session=True,
             )
         return Daemon(name, process, log)
@@ -303,6 +302,7 @@ def _write(path: Path, content: str | bytes) -> None:
 
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
+_AWAITED = (*_ENDING, signal.SIGCHLD)
 
 
 class StopRequested(Exception):
@@ -310,7 +310,7 @@ class StopRequested(Exception):
 
 
 class Control:
-    """Watches the caller, and signals to this process.
+    """Watches the caller, and signals to this process, which are blocked but for :meth:`wait`.
 
     Attributes:
         caller: the cluster ends with this process; None: it stays.
@@ -318,12 +318,7 @@ class Control:
 
     def __init__(self, caller: ProcessId | None) -> None:
         self.caller = caller
-        self._wake_up, write_end = os.pipe()
-        for end in (self._wake_up, write_end):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for signo in (*_ENDING, signal.SIGCHLD):
-            signal.signal(signo, _nothing)  # the wake-up pipe carries the number
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
 
     def wait(self, limit_s: float) -> None:
         """Sleep for ``limit_s``, or until a child ends.
@@ -331,12 +326,14 @@ class Control:
         Raises:
             StopRequested: the cluster has to end.
         """
-        ready, _, _ = select.select([self._wake_up], [], [], limit_s)
-        if ready and set(os.read(self._wake_up, 4096)) & set(_ENDING):
+        received = signal.sigtimedwait(_AWAITED, limit_s)
+        if received is not None and received.si_signo in _ENDING:
             raise StopRequested("asked to end")
         if self.caller is not None and not self.caller.alive:
             raise StopRequested("the caller is gone")
 
 
-def _nothing(_signo: int, _frame: object) -> None:
-    """Do nothing: without a Python handler no signal number is written to the wake-up pipe."""
+def _begin_child(parent: int) -> None:
+    """In the child: die with ``parent``, and get the signals that it has blocked."""
+    die_with(parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import pwd
-import signal
 import sys
 import traceback
 from dataclasses import replace
@@ -91,9 +90,6 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
             control.caller = None
         _stand_by(bringup, control)
     finally:
-        # a second signal must not interrupt the cleanup
-        for signo in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signo, signal.SIG_IGN)
         if bringup.has_controller:
             cancel_jobs(programs["scancel"], user=user, environ=bringup.environ())
         end_all(bringup.daemons, request.spec)
