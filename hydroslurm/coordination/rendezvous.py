@@ -24,7 +24,7 @@ from hydroslurm.coordination.network import listen, located, set_master_addr
 from hydroslurm.coordination.secret import Secret, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World, key_from, set_torch_variables
 from hydroslurm.core import registry
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import CoordinatorLost, RunFolderError
 from hydroslurm.slurm import run_folders

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import ATTEMPTS_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.plan import Plan, RunLimits, Step, TaskPlan, TensorBoardPlan

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.errors import UsageError, WrongJobState
 from hydroslurm.jobs.control.attached import PROCESS
 from hydroslurm.observe.job import JobView

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hydroslurm.core.awake_clock import AwakeClock
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.errors import VacateError
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.helper import AT_WORK

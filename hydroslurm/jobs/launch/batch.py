@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.runtime.autoload import PREEMPT_ENV, say
 from hydroslurm.slurm.allocation import Allocation

@@ -21,7 +21,7 @@ import msgspec
 
 from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import ELASTIC_ENV, RUN_DIR_ENV, RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder

@@ -36,7 +36,7 @@ from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm.core import rundir
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import MaybeSubmitted, RunFolderError, SlurmMissing, UsageError
 from hydroslurm.jobs import submission

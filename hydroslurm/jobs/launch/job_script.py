@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydroslurm.core import rundir
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.plan import Plan

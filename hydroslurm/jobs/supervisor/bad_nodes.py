@@ -23,7 +23,7 @@ from pathlib import Path
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
 from hydroslurm.core.files import clean, read_end
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SlurmError
 from hydroslurm.jobs.plan import RunLimits

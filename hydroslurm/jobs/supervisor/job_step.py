@@ -36,7 +36,7 @@ from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.files import new_lines, open_regular
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir, variables_of
 from hydroslurm.jobs.images import Runtime, pyxis_options
 from hydroslurm.jobs.plan import Plan

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.core.threads import thread

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import open_regular, read_regular, write_atomically
-from hydroslurm.core.module_command import module_command
-from hydroslurm.core.proc import die_with
+from hydroslurm.core.proc import die_with, module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.threads import thread
 from hydroslurm.jobs.plan import TensorBoardPlan

@@ -13,7 +13,7 @@ import pytest
 from processes import captured
 from torch.distributed.run import parse_args
 
-from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy, Behavior
 from hydroslurm.elastic.folder import ElasticFolder
