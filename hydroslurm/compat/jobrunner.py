@@ -12,8 +12,9 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.saver import Saved
 from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.compat.job import Client, Job, LocalSession, TaskGroup, group_of
-from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
+from hydroslurm.compat.manager import CheckpointManager
 from hydroslurm.core import rundir
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 from hydroslurm.training.loop import Loop
@@ -147,6 +148,40 @@ _done: dict[Path, tuple[str, ...]] = {}
 one would get the first one's training."""
 
 
+PROGRESS = "hydroslurm.job"
+"""The name under which a job's progress is saved beside its objects."""
+
+
+@dataclass
+class Progress:
+    """A job's progress within an epoch; saved with its objects.
+
+    Attributes:
+        begun: within an epoch. False: between two.
+        done: how many functions of the epoch group have run.
+        first_step: step at which the epoch began.
+        ended: a stop signal was true after the last epoch.
+        outputs: index of a function of the epoch group that has run -> whether its output, a stop
+            signal, is true.
+    """
+
+    begun: bool = False
+    done: int = 0
+    first_step: int = 0
+    ended: bool = False
+    outputs: dict[str, bool] = field(default_factory=dict)
+
+    def begin(self, step: int) -> None:
+        """Begin an epoch."""
+        self.begun, self.done, self.outputs, self.first_step = True, 0, {}, step
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+
+
 class JobRun:
     """The value of ``job.run``: one attempt of a job, whose groups a client runs in order.
 
@@ -181,7 +216,7 @@ class JobRun:
             nothing = "nothing is saved, because the JobRunner has no checkpoint_manager"
             self._session.saves.refused = nothing
         self._session.contents.objects.add(PROGRESS, self._progress)
-        self.is_built = False
+        self.is_built = self._resumed = False
         self._epoch_is_committed = False  # the completed one
         self._was_finished = False  # before this attempt, which has loaded the last epoch
 
@@ -338,23 +373,21 @@ class JobRun:
         """Load a checkpoint if there is one; return whether there was."""
         name = "load" if self._retrieved is None else f"load({self._retrieved})"
         load = group_of(self._load, name)
-        (resumed,) = load.tasks()[0].outputs()
         if self._retrieved is None and self._newest_committed() is None:
             load()  # may exit: the run has finished, or must not continue
         else:
             self._init_manager()
             self._client.run(load)
-        return bool(resumed.fetch())
+        return self._resumed
 
-    def _load(self) -> bool:
-        resumed = self._session.resume()
-        if resumed:
+    def _load(self) -> None:
+        self._resumed = self._session.resume()
+        if self._resumed:
             self._session.cursor.restore_between()
         signals = self._job.signal_outputs()
         for place, value in self._progress.outputs.items():
             if place in signals:  # its function has run and is not called again
                 signals[place].set(value)
-        return resumed
 
     def _init_manager(self) -> None:
         if self._manager is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,8 +89,7 @@ class CheckpointManager:
             "on_save_error": on_save_error,
             "limits": limits,
         }
-        self._objects: Mapping[str, Any] = {}
-        self._blobs: tuple[str, ...] | None = None
+        self._objects: Mapping[str, Any] | None = None
 
     @property
     def directory(self) -> Path:
@@ -125,7 +124,7 @@ class CheckpointManager:
         has registered by then. ``nodes``: as in ``job.nodes_to_checkpoint()``; all ranks take part.
 
         Args:
-            retrieve_from_epoch: take :meth:`blob_list` from this epoch's checkpoint.
+            retrieve_from_epoch: the epoch to load next, which has to have a checkpoint.
 
         Raises:
             UsageError: more than one node; a :class:`MultiNodeCheckpointManager` takes several.
@@ -138,12 +137,9 @@ class CheckpointManager:
 
         def settle() -> None:
             job = Job.current()
-            names = job.names()
-            self._objects = {name: job[name] for name in names}
             if retrieve_from_epoch is not None:
-                checkpoint = self.find(epoch=retrieve_from_epoch)
-                names = tuple(self._store().files_of(checkpoint).shared().state)
-            self._blobs = tuple(name for name in names if name != PROGRESS)
+                self.find(epoch=retrieve_from_epoch)
+            self._objects = {name: job[name] for name in job.names()}
 
         return group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
 
@@ -153,9 +149,9 @@ class CheckpointManager:
         Raises:
             UsageError: :meth:`init` has not been run.
         """
-        if self._blobs is None:
+        if self._objects is None:
             raise UsageError("blob_list() comes after client.run(manager.init(nodes))")
-        return self._blobs
+        return tuple(self._objects)
 
     def save(self, epoch: int) -> TaskGroup:
         """Return the task that commits an epoch's checkpoint, for a JobRunner's client.
@@ -258,40 +254,6 @@ def _registered(objects: Mapping[str, Any]) -> Objects:
 
 def _listed(numbers: Collection[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
-
-
-PROGRESS = "hydroslurm.job"
-"""The name under which a job's progress is saved beside its objects."""
-
-
-@dataclass
-class Progress:
-    """A job's progress within an epoch; saved with its objects.
-
-    Attributes:
-        begun: within an epoch. False: between two.
-        done: how many functions of the epoch group have run.
-        first_step: step at which the epoch began.
-        ended: a stop signal was true after the last epoch.
-        outputs: index of a function of the epoch group that has run -> whether its output, a stop
-            signal, is true.
-    """
-
-    begun: bool = False
-    done: int = 0
-    first_step: int = 0
-    ended: bool = False
-    outputs: dict[str, bool] = field(default_factory=dict)
-
-    def begin(self, step: int) -> None:
-        """Begin an epoch."""
-        self.begun, self.done, self.outputs, self.first_step = True, 0, {}, step
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
 
 
 class MultiNodeCheckpointManager(CheckpointManager):
