@@ -295,5 +295,5 @@ def test_what_cannot_have_a_position() -> None:
         position_of(sampled(seeded(), num_workers=2, in_order=False))
     with pytest.raises(UsageError, match="int"):
         position_of(3)
-    with pytest.raises(UnsavableState, match=r"Random at .*\['dataset_state'\]\['file'\]\[0\]"):
+    with pytest.raises(UnsavableState, match=r"dataset_state\.file\[0\] is a random\.Random"):
         begun(stateful(Pathological()))
