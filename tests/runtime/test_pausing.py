@@ -153,7 +153,7 @@ def test_ten_thousand_signals_end_in_the_last_ones_state(rank: Child, tmp_path: 
 def test_a_parked_rank_can_be_ended(signo: int, handler: str, status: int, tmp_path: Path) -> None:
     """SIGINT ends every pause, so that Python can raise KeyboardInterrupt; so does SIGTERM where
     the script has a handler, which it may have set after us. Its default action stays."""
-    environ = {"SIGTERM_STATUS": handler}
+    environ = {"SIGTERM_STATUS": handler, "HYDROSLURM_HEARTBEAT_S": "0.1"}
     with forked(TRAIN, tmp_path, str(tmp_path / "run"), environ=environ) as rank:
         rank.expect("ready")
         wait_until(lambda: _status(tmp_path).step, "the first step")
