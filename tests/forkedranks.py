@@ -51,25 +51,6 @@ def serve(be_rank: Callable[[dict[str, Any], int], None]) -> None:
         _attempt(json.loads(line), be_rank)
 
 
-def serve_scripts(attempt: Callable[..., None]) -> None:
-    """Fork a process for each line of stdin, and print ``ended CODE`` behind it. The process calls
-    ``attempt`` with the words of the line, between tabs, and returns, to end as a script does."""
-    import torch
-
-    import hydroslurm.training.run  # noqa: F401 - loaded before the fork
-
-    if sys.version_info >= (3, 12):  # torch has threads by now, which do nothing
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
-    torch.optim.Adam([torch.ones(1)])  # imports most of what torch has
-    print("ready", flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            attempt(*line.rstrip("\n").split("\t"))
-            return
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
 def start(program: Child, world: int, **options: Any) -> dict[int, int]:
     """Have the ranks of an attempt forked; their process ids, by rank."""
     program.say(json.dumps({"world": world, **options}))

@@ -1,5 +1,5 @@
-"""Runs whose output breaks, each a fork of this process: started by test_output.py, which says on
-stdin in which folder, what breaks, and what the loop writes with."""
+"""A run whose output breaks: ``broken_output.py FOLDER BREAKS BY``; what breaks, and what the loop
+writes with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from forkedranks import serve_scripts
 from tqdm import tqdm
 
 import hydroslurm
@@ -65,6 +64,8 @@ def attempt(folder: str, breaks: str, by: str) -> None:
     os.dup2(writes, 1)
     os.dup2(writes, 2)
     os.close(writes)
+    # as without -u: with a buffer
+    sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
     if breaks == "sigpipe":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     write = writer(by)
@@ -93,4 +94,4 @@ def attempt(folder: str, breaks: str, by: str) -> None:
 
 
 if __name__ == "__main__":
-    serve_scripts(attempt)
+    attempt(*sys.argv[1:])
