@@ -90,12 +90,14 @@ def chosen_kind(kind: GateKind, environ: Mapping[str, str] | None = None) -> Gat
 
 
 def _warn_of_loss(error: GateError) -> None:
-    """Warn once, in three lines; no source line of ours or the user's would explain it."""
+    """Warn once, in four lines; no source line of ours or the user's would explain it."""
     why = str(error).partition(". ")[0] if isinstance(error, NoCompiler) else str(error)
     warnings.warn_explicit(
         f"the native gate cannot be used ({why}). Module hooks are used instead:\n"
         "  they hold a rank at module boundaries only, not in the loss, the optimizer or a long "
-        f"backward.\n  {REMEDIES}; {GATE_ENV}=hooks silences this",
+        "backward;\n  signals wait for the next line of Python, handlers installed later keep "
+        "theirs, and other threads run on to a module.\n"
+        f"  {REMEDIES}; {GATE_ENV}=hooks silences this",
         RuntimeWarning,
         filename="hydroslurm",
         lineno=1,

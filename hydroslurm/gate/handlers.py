@@ -5,7 +5,7 @@ SIG_DFL. Libraries take signals that look free, and those that save and restore 
 (Lightning does, around each ``fit``) would silently remove ours. So Python shows a
 :class:`ShownHandler`, while the kernel keeps the native one, which runs at once. Python's runs only
 if other code calls it, or has restored it, which replaces ours with CPython's C handler until the
-next check.
+next check. Without the native gate (:meth:`PythonView.take`) they are plain Python handlers.
 
 One is never shown: ours for SIGINT while Python has ``default_int_handler`` there. asyncio looks
 for exactly that, and would otherwise not cancel its tasks at Ctrl-C.
@@ -24,7 +24,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from hydroslurm.gate.protocol import Action, Handler, Owner, SignalRule
+from hydroslurm.core.proc import stat_of
+from hydroslurm.core.signals import signal_name
+from hydroslurm.errors import InstallError
+from hydroslurm.gate.protocol import Action, Handler, Owner, SignalOutcome, SignalRule
+from hydroslurm.gate.signals import SIGNALS_ENV
 
 NOBODY = (signal.SIG_DFL, signal.SIG_IGN)
 OURS = Owner("hydroslurm")
@@ -82,13 +86,38 @@ class PythonView:
         self._wanted: dict[int, SignalRule] = {}
         self._shown: dict[int, ShownHandler] = {}
         self._deliver: Callable[[int], int] | None = None
+        self._is_plain = False
         self._cpython = 0
 
     def show(self, rules: Iterable[SignalRule], deliver: Callable[[int], int]) -> None:
         """Show ours for these signals from now on. ``deliver``: ``hs_gate_deliver()``."""
-        self._deliver = deliver
+        self._deliver, self._is_plain = deliver, False
         self._wanted = {rule.signo: rule for rule in rules}
         in_main_thread(self._sync)
+
+    def take(
+        self, rules: Iterable[SignalRule], deliver: Callable[[int], int]
+    ) -> dict[int, SignalOutcome]:
+        """Install ours as plain Python handlers: there are no native ones.
+
+        Raises:
+            InstallError: not the main thread, or a signal that cannot be taken; nothing was
+                installed.
+        """
+        outcomes = {rule.signo: _outcome(rule) for rule in rules}
+        wanted = {r.signo: r for r in rules if outcomes[r.signo] is SignalOutcome.INSTALLED}
+        if wanted and threading.current_thread() is not threading.main_thread():
+            raise InstallError(
+                "without the native gate signals are taken in the main thread only; install there. "
+                "pause() and resume() work from any"
+            )
+        self._deliver, self._is_plain, self._wanted = deliver, True, wanted
+        self._sync()
+        return outcomes
+
+    def shows(self, signo: int) -> bool:
+        """Whether Python shows ours for this signal."""
+        return isinstance(signal.getsignal(signo), ShownHandler)
 
     def add(self, rules: Iterable[SignalRule]) -> None:
         """Show ours for these as well, also where Python shows none."""
@@ -129,15 +158,14 @@ class PythonView:
             own = self._shown.pop(signo)
             before = own.before
             if signal.getsignal(signo) is own:
-                with kernel_kept(signo):
-                    signal.signal(signo, before)
+                self._set(signo, before)
 
     def _show(self, signo: int, rule: SignalRule) -> None:
         now = signal.getsignal(signo)
-        if now is None or now is signal.default_int_handler:
+        if now is None or (now is signal.default_int_handler and not self._is_plain):
             return
         own = self._shown.get(signo)
-        if own is not None:
+        if own is not None and not self._is_plain:
             if now not in NOBODY:  # ours, or one that is called after ours
                 return
             if not self.keeps_before(signo):
@@ -147,12 +175,33 @@ class PythonView:
             return
         else:
             own = self._shown[signo] = ShownHandler(rule, now, self._deliver_if_shown)
-        with kernel_kept(signo):
-            signal.signal(signo, own)
+        self._set(signo, own)
+
+    def _set(self, signo: int, handler: Handler) -> None:
+        with contextlib.nullcontext() if self._is_plain else kernel_kept(signo):
+            signal.signal(signo, handler)
             self._cpython = address_of(signo)
+        if self._is_plain:  # it may be blocked since before Python
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signo})
 
     def _deliver_if_shown(self, signo: int) -> int:
         return self._deliver(signo) if self._deliver is not None else -1
+
+
+def _outcome(rule: SignalRule) -> SignalOutcome:
+    """Whether this rule gets a plain handler."""
+    before = signal.getsignal(rule.signo)
+    if not callable(before) and address_of(rule.signo) not in NOBODY:
+        raise InstallError(
+            f"{signal_name(rule.signo)} has a handler of C code, which Python can neither call nor "
+            f"put back. Choose another signal ({SIGNALS_ENV})"
+        )
+    ignored = before is signal.SIG_IGN and not rule.even_if_ignored
+    unhandled = rule.only_if_handled and not callable(before)
+    suspends = rule.signo == signal.SIGTSTP and rule.action is Action.PAUSE
+    has_terminal = suspends and stat_of("self")[4] != "0"  # then Ctrl-Z must still stop the process
+    left_alone = ignored or unhandled or has_terminal
+    return SignalOutcome.LEFT_ALONE if left_alone else SignalOutcome.INSTALLED
 
 
 VIEW = PythonView()

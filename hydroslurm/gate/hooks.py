@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,16 +29,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
 from hydroslurm.gate import protocol
+from hydroslurm.gate.handlers import VIEW
 from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.protocol import NO_CAUSE, Action, Cause, GateEvent, GateState, Phase
-from hydroslurm.gate.python_handlers import PythonHandlers
-from hydroslurm.gate.python_threads import RestWatch
 
 _POLL_S = 0.002
-"""Interval at which a held thread checks for release, and the gate for threads at rest."""
+"""Interval at which a held thread checks for release."""
 _cuda: Any = torch.cuda
-_registrations = itertools.count()
-"""Distinguishes registrations on a node that outlives them."""
 
 
 class BaseOpHook:
@@ -70,7 +67,7 @@ def register_ophooks_recursively(
     ``None``: on every module of this process, including later ones. ``close()`` of the returned
     stack removes them; those on nodes of older graphs then do nothing.
     """
-    key, methods = f"hydroslurm.hooks.{next(_registrations)}", dict[str, Any]()
+    registration, methods = object(), dict[str, Any]()
     for name in ("pre_fwd_exec", "post_fwd_exec", "pre_bwd_exec", "post_bwd_exec"):
         own = [hook for hook in hooks if getattr(type(hook), name) is not getattr(BaseOpHook, name)]
         methods[name] = [(getattr(hook, name), _wanted(getattr(hook, name))) for hook in own]
@@ -102,7 +99,7 @@ def register_ophooks_recursively(
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, args[:wanted]) if wanted else ()
         nodes = [getattr(tensor, "grad_fn", None) for tensor in tree_leaves(value)]
         for node in filter(None, nodes):
-            known = node.metadata.setdefault(f"{key}.{name}", set())
+            known = node.metadata.setdefault((registration, name), set())
             if module not in known:
                 known.add(module)
                 node.register_prehook(lambda _gradients: call(name, module, *kept))
@@ -133,12 +130,10 @@ def _has_state(module: torch.nn.Module) -> bool:
 class ExecutionOpHook(BaseOpHook):
     """Calls ``hold``, by default a sleep, in every thread that reaches a hook while paused.
 
-    ``state``: 1, or 0 while paused; ``pauses``: their number so far; ``threads``: those that have
-    reached a hook."""
+    ``state``: 1, or 0 while paused; ``pauses``: their number so far."""
 
     def __init__(self, hold: Callable[[str, Phase], None] | None = None) -> None:
         self.state, self.pauses = 1, 0
-        self.threads = RestWatch()
         self._hold = hold or (lambda _name, _phase: self.sleep_while_paused())
 
     def pause(self) -> None:
@@ -157,23 +152,24 @@ class ExecutionOpHook(BaseOpHook):
             time.sleep(_POLL_S)
 
     def pre_fwd_exec(self, module: torch.nn.Module, *_: Any) -> None:
-        self._come_by(module, Phase.FORWARD)
+        if not self.state:
+            self._hold(type(module).__name__, Phase.FORWARD)
 
     # without tensors, which the graph would keep alive
     def pre_bwd_exec(self, module: torch.nn.Module) -> None:  # type: ignore[override]
-        self._come_by(module, Phase.BACKWARD)
+        if not self.state:
+            self._hold(type(module).__name__, Phase.BACKWARD)
 
     post_fwd_exec, post_bwd_exec = pre_fwd_exec, pre_bwd_exec  # type: ignore[assignment]
 
-    def _come_by(self, module: torch.nn.Module, phase: Phase) -> None:
-        self.threads.see()
-        if not self.state:
-            self._hold(type(module).__name__, phase)
-
 
 class HooksGate:
-    """Holds the threads of a single rank between modules. Has the methods of :class:`NativeGate`;
-    its state changes in the thread that reads the events, the controller's.
+    """Holds a single rank between modules. Has the methods of :class:`NativeGate` that one rank
+    needs; start it once.
+
+    Its handlers are Python's, which run in the main thread between two bytecodes. The rank counts
+    as parked once a thread is held; others run on until they reach a module. Handlers, requests and
+    held threads put calls into a queue; the thread that reads the events makes them.
     """
 
     name = "hooks"
@@ -183,135 +179,156 @@ class HooksGate:
         """``model``: hook its leaf modules; default: every module of the process."""
         self.marks = NvtxMarks()
         self._model, self._running_in = model, 0
-        self._inbox = queue.SimpleQueue[GateEvent | Callable[[], None] | None]()
-        """Events, and calls to make before them; handlers may put both. None wakes the reader."""
+        self._calls = queue.SimpleQueue[Callable[[], None]]()
+        self._events: list[GateEvent] = []
         self._hook, self._handles = ExecutionOpHook(self._reached), contextlib.ExitStack()
-        handlers = self._handlers = PythonHandlers(self._ask)
-        self.claim, self.unclaim = handlers.claim, handlers.unclaim
-        self.check_handlers, self.exempt = handlers.count_replaced, self._hook.threads.exempt
-        self._state, self._causes, self._is_stopping = GateState.RUNNING, NO_CAUSE, False
-        self._asked_ns = self._closed_ns = self._passed = self._quiet = 0
-        self._holds = self._releases = itertools.count()  # next() is atomic
-        self._held, self._capturing = set[int](), set[int]()
+        self._rules: Sequence[protocol.SignalRule] = ()
+        self._installed: Sequence[protocol.SignalRule] = ()
+        self._claimed, self._continued_ns = set[Action](), 0
+        self._causes, self._is_stopping = NO_CAUSE, False
+        self._asked_ns = self._closed_ns = self._passed = 0
+        self._held, self._exempt = set[int](), set[int]()
 
     def start(self, rules: Sequence[protocol.SignalRule]) -> dict[int, protocol.SignalOutcome]:
-        """Install hooks and handlers; raises as :class:`PythonHandlers`."""
-        outcomes = self._handlers.install(rules)
-        self._hook.resume()
-        self._hook.pauses = 0
-        self._state, self._is_stopping, self._running_in = GateState.RUNNING, False, os.getpid()
+        """Install handlers and hooks. Raises as :meth:`PythonView.take`."""
+        self._rules, self._running_in = rules, os.getpid()
+        outcomes = VIEW.take(rules, self._deliver)
+        self._installed = [rule for rule in rules if not outcomes[rule.signo]]  # 0: INSTALLED
         self._handles = register_ophooks_recursively(self._model, [self._hook])
         return outcomes
 
     def stop(self) -> int:
         """Open, and remove hooks and handlers. Returns how many handlers others had replaced."""
-        replaced, self._running_in, self._causes = self._handlers.restore(), 0, NO_CAUSE
+        replaced, self._running_in, self._causes = self.check_handlers(), 0, NO_CAUSE
+        self._claimed.clear()
+        VIEW.hide()
+        self._handles.close()
         if not self._hook.state:
             self._move(time.monotonic_ns())
-        self._state = GateState.RUNNING
-        self._handles.close()
+        self._is_stopping = False
         self.wake()
         return replaced
 
-    def request(self, action: Action, causes: Cause) -> None:
+    def request(self, action: Action, causes: Cause, signo: int = 0) -> None:
         """Request a pause, resume or stop from inside the process. Returns at once."""
         if self._running_in != os.getpid():
             raise InstallError(f"the gate refuses {action.name}: it was not started here")
-        self._ask(action, causes)
+        self._calls.put(partial(self._answer, action, causes, signo, time.monotonic_ns()))
 
     def status(self) -> protocol.GateStatus:
         """Return a snapshot of the gate."""
+        state = GateState.STOPPING if self._is_stopping else GateState.RUNNING
+        if not self._hook.state:
+            state = GateState.PARKED if self._held else GateState.PARKING
         return protocol.GateStatus(
-            state=self._state, causes=self._causes, held=len(self._held), quiet=self._quiet,
-            armed=self._hook.state == 0, capturing=len(self._capturing), passed=self._passed,
-            closes=self._hook.pauses, closed_mono_ns=self._closed_ns,
+            state=state, causes=self._causes, held=len(self._held), passed=self._passed,
+            armed=self._hook.state == 0, closes=self._hook.pauses, closed_mono_ns=self._closed_ns,
         )  # fmt: skip
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
         """Wait for events, :meth:`wake` or the timeout; oldest first, maybe none."""
-        parking = self._state is GateState.PARKING
-        events = self._take(_POLL_S if parking and timeout_s != 0 else timeout_s)
-        quiet = self._hook.threads.quiet(but=self._held) if parking else None
-        if quiet is not None and self._state is GateState.PARKING:
-            self._state, self._quiet, held = GateState.PARKED, quiet, len(self._held)
-            self._emit(EventKind.PARKED, value_ns=self._asked_ns, held=held, quiet=quiet)
+        with contextlib.suppress(queue.Empty):
+            self._calls.get(timeout=timeout_s)()
+            while True:
+                self._calls.get_nowait()()
+        events, self._events = self._events, []
         return events
 
     def wake(self) -> None:
         """Make a blocked :meth:`wait_events` return."""
-        self._inbox.put(None)
+        self._calls.put(lambda: None)
 
-    def _take(self, timeout_s: float | None) -> list[GateEvent]:
-        """Wait for the first item, then take all."""
-        events: list[GateEvent] = []
-        with contextlib.suppress(queue.Empty):
-            item = self._inbox.get(timeout=timeout_s)
-            while True:
-                if isinstance(item, GateEvent):
-                    events.append(item)
-                elif item is not None:
-                    item()
-                item = self._inbox.get_nowait()
-        return events
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Never hold the calling thread within the block. Nests."""
+        added = {threading.get_native_id()} - self._exempt
+        self._exempt |= added
+        try:
+            yield
+        finally:
+            self._exempt -= added
 
-    def _ask(self, action: Action, causes: Cause, signo: int = 0) -> None:
-        self._inbox.put(partial(self._answer, action, causes, signo, time.monotonic_ns()))
+    def claim(self, action: Action) -> None:
+        """Handle all signals of an action, without chaining."""
+        self._claimed.add(action)
+        VIEW.add(rule for rule in self._rules if rule.action is action)
+
+    def unclaim(self, action: Action) -> None:
+        """Undo :meth:`claim`: chain again, and restore earlier default dispositions."""
+        self._claimed.discard(action)
+        VIEW.hide(r for r in self._rules if r.action is action and r not in self._installed)
+
+    def check_handlers(self) -> int:
+        """Return how many of our handlers others have replaced; they keep those signals."""
+        return sum(not VIEW.shows(rule.signo) for rule in self._installed)
+
+    def _deliver(self, signo: int) -> int:
+        """As ``hs_gate_deliver()``: whether to chain; -1 if the signal is not meant for us."""
+        (rule,) = (rule for rule in self._rules if rule.signo == signo)
+        now_ns = time.monotonic_ns()
+        chains = rule.action not in self._claimed
+        if self._running_in != os.getpid():
+            return -1 if chains else 0
+        if signo == signal.SIGCONT:
+            self._continued_ns = now_ns
+        # both came within one long operator: CPython calls CONT's handler (18) first, then TSTP's
+        if signo != signal.SIGTSTP or now_ns - self._continued_ns > 1_000_000:
+            self.request(rule.action, rule.causes, signo)
+        return int(chains)
 
     def _answer(self, action: Action, causes: Cause, signo: int, asked_ns: int) -> None:
-        if self._running_in != os.getpid():
-            return
-        self._causes = self._causes | causes if action is Action.PAUSE else self._causes & ~causes
-        self._is_stopping |= action is Action.STOP
-        kind = EventKind.STOP_REQUESTED if action is Action.STOP else EventKind.SIGNAL_RECEIVED
+        stops, pauses = action is Action.STOP, action is Action.PAUSE
+        self._causes = self._causes | causes if pauses else self._causes & ~causes
+        self._is_stopping |= stops
+        kind = EventKind.STOP_REQUESTED if stops else EventKind.SIGNAL_RECEIVED
         what = {"signo": signo, "count": 1, "text": action.name.lower()}
         self._emit(kind, mono_ns=asked_ns, value_ns=asked_ns, **what)
         self._move(asked_ns)
 
     def _move(self, asked_ns: int) -> None:
         wanted = self._causes & Cause.VACATED if self._is_stopping else self._causes
-        if wanted and self._hook.state and not self._is_stopping:
-            self._state, self._asked_ns = GateState.PARKING, asked_ns
-            self._closed_ns, self._passed, self._quiet = time.monotonic_ns(), 0, 0
-            self._holds, self._releases = itertools.count(), itertools.count()
-            self._capturing.clear()
-            self._emit(EventKind.GATE_CLOSED, value_ns=asked_ns)  # before any thread is held
+        if wanted and self._hook.state and self._running_in and not self._is_stopping:
+            self._asked_ns, self._closed_ns, self._passed = asked_ns, time.monotonic_ns(), 0
+            self._held.clear()
+            self._emit(EventKind.GATE_CLOSED, value_ns=asked_ns)
             self._hook.pause()
         elif not self._hook.state and not wanted:
-            self._state, self._closed_ns, held = GateState.RUNNING, 0, len(self._held)
-            self._emit(EventKind.RESUMED, value_ns=asked_ns, held=held, passed=self._passed)
+            self._closed_ns, counts = 0, {"held": len(self._held), "passed": self._passed}
+            self._emit(EventKind.RESUMED, value_ns=asked_ns, **counts)
             self._hook.resume()
         else:  # even without a change: the caller waits for an answer
             self._emit(EventKind.CAUSES_CHANGED)
-        if self._is_stopping and self._hook.state:
-            self._state = GateState.STOPPING
 
     def _reached(self, name: str, phase: Phase) -> None:
-        """Hold the calling thread, which has reached a closed hook."""
-        tid = threading.get_native_id()
-        while not self._hook.state and not self._may_pass(tid):
-            releases, late = self._releases, self._state is GateState.PARKED
-            self._held.add(tid)
-            if next(self._holds) == 0 or late:
-                kind = EventKind.LATE_OPERATOR_HELD if late else EventKind.FIRST_OPERATOR_HELD
-                self._emit(kind, tid=tid, text=name, phase=phase)
-            try:
-                self._hook.sleep_while_paused()
-            finally:  # also when Ctrl-C raises KeyboardInterrupt here
-                self._held.discard(tid)
-                if next(releases) == 0:
-                    self._emit(EventKind.FIRST_OPERATOR_RELEASED, tid=tid)
+        """Hold the calling thread, unless it is exempt, captures a CUDA graph, or was forked."""
+        tid, captures = threading.get_native_id(), _cuda.is_initialized()
+        captures = captures and _cuda.is_current_stream_capturing()
+        self._passed += tid in self._exempt
+        if tid in self._exempt or captures or os.getpid() != self._running_in:
+            return
+        held = (self._hook.pauses, tid, name, phase, time.monotonic_ns())
+        self._calls.put(partial(self._note_held, *held))
+        try:
+            self._hook.sleep_while_paused()
+        finally:  # also when Ctrl-C raises KeyboardInterrupt here
+            self._calls.put(partial(self._note_released, tid, time.monotonic_ns()))
 
-    def _may_pass(self, tid: int) -> bool:
-        """Whether the thread is exempt, in a forked child, or captures a CUDA graph, which must not
-        wait."""
-        if tid in self._hook.threads.exempted:
-            self._passed += 1
-        elif _cuda.is_initialized() and _cuda.is_current_stream_capturing():
-            self._capturing.add(tid)
-        else:
-            return os.getpid() != self._running_in
-        return True
+    def _note_held(self, pause: int, tid: int, name: str, phase: Phase, mono_ns: int) -> None:
+        if self._hook.state or pause != self._hook.pauses:
+            return  # the gate opened before this call
+        first = not self._held
+        self._held.add(tid)
+        kind = EventKind.FIRST_OPERATOR_HELD if first else EventKind.LATE_OPERATOR_HELD
+        self._emit(kind, mono_ns=mono_ns, tid=tid, text=name, phase=phase)
+        if first:
+            self._emit(EventKind.PARKED, value_ns=self._asked_ns, held=1)
+
+    def _note_released(self, tid: int, mono_ns: int) -> None:
+        if tid in self._held and self._hook.state:
+            self._held.clear()  # the others of this pause run on, too
+            self._emit(EventKind.FIRST_OPERATOR_RELEASED, mono_ns=mono_ns, tid=tid)
+        self._held.discard(tid)
 
     def _emit(self, kind: EventKind, *, mono_ns: int = 0, **fields: Any) -> None:
         fields |= {"mono_ns": mono_ns or time.monotonic_ns(), "epoch_ns": time.time_ns()}
-        self._inbox.put(GateEvent(kind=kind, causes=self._causes, **fields))
+        self._events.append(GateEvent(kind=kind, causes=self._causes, **fields))

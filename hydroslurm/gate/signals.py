@@ -73,7 +73,7 @@ class SignalPlan:
     def __post_init__(self) -> None:
         seen: dict[int, str] = {}
         for name, signo in self._numbers().items():
-            if signo in _CANNOT_BE_CAUGHT or not 1 <= signo <= signal.NSIG - 1:
+            if signo in _CANNOT_BE_CAUGHT or signo not in signal.valid_signals():
                 raise UsageError(
                     f"{name}={signo} is not a signal that a process can catch; choose another"
                 )

@@ -26,7 +26,14 @@ def test_without_a_compiler_hooks_with_one_warning(no_compiler: None) -> None:
         gate, _ = open_gate(), open_gate()
     assert gate.name == "hooks"
     message = str(caught[0].message)
-    for word in ("module boundaries", "optimizer", "backward", "g++", "hydroslurm gate build"):
+    for word in (
+        "module boundaries",
+        "optimizer",
+        "backward",
+        "other threads",
+        "g++",
+        "hydroslurm gate build",
+    ):
         assert word in message
 
 
