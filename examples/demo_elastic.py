@@ -98,7 +98,7 @@ def _submit(folder: Path, low: str, log: Path, epochs: int, *, cpus: int) -> str
 
 
 def _run_of(job_id: str) -> ElasticFolder:
-    from hydroslurm.observe.job import locate
+    from hydroslurm.observe.find import locate
 
     run, _ = locate(open_client(), job_id)
     return ElasticFolder(run=run.root)

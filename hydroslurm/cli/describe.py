@@ -26,7 +26,7 @@ _MANY_PLAIN = 16
 
 def describe(which: Which) -> None:
     """Show what was asked for, what became of it, and where its files are."""
-    from hydroslurm.observe.job import view_of
+    from hydroslurm.observe.find import view_of
     from hydroslurm.slurm.client import open_client
 
     view = view_of(open_client(), which)
@@ -42,7 +42,7 @@ def list_jobs() -> None:
     have announced themselves.
     """
     from hydroslurm.core.trust import user_name
-    from hydroslurm.observe.job import my_jobs
+    from hydroslurm.observe.find import my_jobs
     from hydroslurm.slurm.client import open_client
 
     rows = list(map(_row, my_jobs(open_client(), user_name())))
@@ -54,17 +54,16 @@ def list_jobs() -> None:
 
 
 def _row(view: JobView) -> tuple[str, ...]:
-    assert view.slurm is not None
     condition = view.condition
     asked = view.submission if view.has_spec else None
     preemptions, is_least = view.known_preemptions
     replicas = len(view.rank_files) if asked is None else asked.replicas
     most = "" if asked is None or asked.backoff_limit is None else f"/{asked.backoff_limit}"
     return (
-        str(view.slurm.id),
+        str(view.job.id),
         view.name[:30],
         condition.type if condition else "-",
-        view.slurm.state.value,
+        view.job.state.value,
         str(replicas or "-"),
         f"{view.restarts}{most}",
         "-" if preemptions is None else f"{'≥' if is_least else ''}{preemptions}",
@@ -94,7 +93,7 @@ def training_job_lines(view: JobView) -> list[str]:
             f"Active:       {active_s:.0f} s of activeDeadlineSeconds "
             f"{policy.active_deadline_seconds}"
         )
-    lines += [f"Training:     {line}" for line in training_lines(view.seen)]
+    lines += [f"Training:     {line}" for line in training_lines(view)]
     lines += _tensorboard_lines(view)
     lines += _attempt_lines([_attempt_line(a) for a in view.attempts], _MANY)
     lines += condition_lines(view)
@@ -177,9 +176,10 @@ def plain_job_lines(view: JobView) -> list[str]:
     files = dict.fromkeys(filter(None, (slurm.std_out, slurm.std_err))) if slurm else ()
     lines += [f"Output:       {file}" for file in files]
     lines.append(f"At a stop:    {_saver(view)}")
-    if (saved := view.committed) is not None:
-        step = saved.data.get("checkpoint_step")
-        lines.append(f"Checkpoint:   step {step}, committed {moment(saved.epoch_ns)}")
+    first = view.first
+    if first is not None and first.committed is not None:
+        when = moment(first.committed.epoch_ns)
+        lines.append(f"Checkpoint:   step {first.committed_step}, committed {when}")
     if slurm is not None:
         lines.append(f"Restarts:     {slurm.restart_count}")
     lines.append(f"Preemptions:  {view.preemptions}")
@@ -191,12 +191,12 @@ def plain_job_lines(view: JobView) -> list[str]:
 
 def _rank_lines(view: JobView) -> list[str]:
     now_ns = time.time_ns()
-    ranks = view.seen.ranks
+    ranks = view.ranks
     lines = [f"Ranks:        {len(ranks)}"] if ranks else []
     lines += [f"  {rank_line(rank, now_epoch_ns=now_ns)}" for rank in ranks[:_MANY_PLAIN]]
     if len(ranks) > _MANY_PLAIN:
         lines.append(f"  ... {len(ranks) - _MANY_PLAIN} more")
-    return [*lines, *(f"  {line}" for line in training_lines(view.seen))]
+    return [*lines, *(f"  {line}" for line in training_lines(view))]
 
 
 def of_slurm(view: JobView, name: str) -> list[str]:
@@ -224,11 +224,9 @@ def condition_lines(view: JobView) -> list[str]:
 
 
 def _saver(view: JobView) -> str:
-    from hydroslurm.core.events import EventKind
-
-    if view.saver is EventKind.ATTEMPT_BEGAN:
+    if view.saver == "attempt_began":
         return "its hydroslurm.Run saves"
-    if view.saver is EventKind.STOPS_TAKEN:
+    if view.saver == "stops_taken":
         return "the script saves in its own way (receive_suspend_command)"
     yet = "" if view.is_over else ", so far"
     return (

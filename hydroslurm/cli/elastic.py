@@ -45,7 +45,7 @@ def scale(
     from hydroslurm.elastic import control
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.errors import UsageError
-    from hydroslurm.observe.job import locate
+    from hydroslurm.observe.find import locate
     from hydroslurm.slurm.client import open_client
 
     run, _ = locate(open_client(), which)

@@ -108,7 +108,7 @@ def cancel(which: Which, all_elements: AllElements = False) -> None:
 def _cancel(client: SlurmClient, job: SlurmJob) -> None:
     from hydroslurm.errors import NotPermitted, WrongJobState
     from hydroslurm.jobs.control.requests import ranks_dir_of
-    from hydroslurm.observe.job import require_ours
+    from hydroslurm.observe.find import require_ours
 
     require_ours(client, ranks_dir_of(job), job, str(job.id))
     if job.state.has_ended:
@@ -134,7 +134,7 @@ def logs(
 ) -> None:
     """Print a job's output over all its attempts."""
     from hydroslurm.errors import UsageError
-    from hydroslurm.observe.job import view_of
+    from hydroslurm.observe.find import view_of
     from hydroslurm.observe.logs import (
         Ended,
         follow_files,
@@ -168,7 +168,7 @@ def attach(
     On the node of the replica, with its environment.
     """
     from hydroslurm.observe.attach import attach_command
-    from hydroslurm.observe.job import view_of
+    from hydroslurm.observe.find import view_of
     from hydroslurm.slurm.client import open_client
 
     argv = attach_command(
@@ -220,7 +220,7 @@ def _for_each(
     from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import HydroslurmError, WrongJobState
     from hydroslurm.jobs.control.requests import find_jobs
-    from hydroslurm.observe.job import locate, require_ours
+    from hydroslurm.observe.find import locate, require_ours
     from hydroslurm.slurm.client import open_client
 
     client = open_client()

@@ -14,7 +14,8 @@ from hydroslurm.cli.shared import AsJsonLines, echo, moment
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
-    from hydroslurm.observe.job import JobView, RankViews
+    from hydroslurm.observe.job import JobView
+    from hydroslurm.observe.training import Training
     from hydroslurm.slurm.values import Job
 
 
@@ -79,7 +80,7 @@ def sizes(status: Mapping[str, Any]) -> str:
 def _print_status(job: Job, view: JobView) -> None:
     from hydroslurm.slurm.text import format_duration
 
-    seen, condition, members = view.seen, view.condition, _member_lines(job, view)
+    condition, members, silent = view.condition, _member_lines(job, view), tuple(view.silent)
     where = f"on {job.node_list}" if job.node_list else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
     echo(
@@ -92,29 +93,35 @@ def _print_status(job: Job, view: JobView) -> None:
         echo(f"  {condition.type} {condition.reason} since {since}{message}")
     for line in members:
         echo(f"  {line}")
-    if seen.problem is not None and not members:
-        echo(f"  its run folder cannot be read: {seen.problem}")
-    elif not members and not seen.ranks and not seen.silent:
+    if view.problem is not None and not members:
+        echo(f"  its run folder cannot be read: {view.problem}")
+    elif not members and not view.ranks and not silent:
         echo(f"  no rank has announced itself in {view.run.events}")
-    for rank, training in zip(seen.ranks, seen.trainings, strict=True):
-        echo(f"  {training}{rank_line(rank, now_epoch_ns=time.time_ns())}")
-    for line in training_lines(seen):
+    for training in view.trainings:
+        for rank in view.ranks_of(training):
+            line = rank_line(rank, now_epoch_ns=time.time_ns())
+            echo(f"  {_prefix(view, training)}{line}")
+    for line in training_lines(view):
         echo(f"  {line}")
-    for number, why in seen.silent:
+    for number, why in silent:
         echo(f"  rank {number}: {why}")
 
 
-def training_lines(seen: RankViews) -> list[str]:
+def training_lines(view: JobView) -> list[str]:
     """Return lines on how each training's time was spent, and which ranks the others wait for."""
-    from hydroslurm.observe.folder import slow_ranks
+    from hydroslurm.observe.training import slow_ranks
 
     lines = []
-    for name in dict.fromkeys(seen.trainings):
-        ranks = [rank for rank, n in zip(seen.ranks, seen.trainings, strict=True) if n == name]
+    for training in view.trainings:
+        ranks = view.ranks_of(training)
         own = [goodput.message for rank in ranks if (goodput := rank.goodput())]
         own += [rank.message for rank in slow_ranks(ranks)]
-        lines += [f"{name}{line}" for line in own if line]
+        lines += [f"{_prefix(view, training)}{line}" for line in own if line]
     return lines
+
+
+def _prefix(view: JobView, training: Training) -> str:
+    return f"{training.run.root.name}: " if len(view.trainings) > 1 else ""
 
 
 def _member_lines(job: Job, view: JobView) -> list[str]:
@@ -124,7 +131,7 @@ def _member_lines(job: Job, view: JobView) -> list[str]:
 
     if (member := member_of(job)) is not None:
         return member_lines(*member)
-    size = size_line(view.run) if view.seen.problem is None else None
+    size = size_line(view.run) if view.problem is None else None
     return [] if size is None else [size]
 
 
@@ -158,7 +165,7 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
 def _as_json(job: Job, view: JobView) -> dict[str, object]:
     from hydroslurm.jobs.control.requests import member_of
 
-    seen, condition, member = view.seen, view.condition, member_of(job)
+    condition, member = view.condition, member_of(job)
     return {
         "job": str(job.id),
         "job_id": job.job_id,
@@ -169,10 +176,10 @@ def _as_json(job: Job, view: JobView) -> dict[str, object]:
         "restart_count": job.restart_count,
         "run_dir": str(view.run.root),
         "member": None if member is None else member[1],
-        "problem": seen.problem,
+        "problem": view.problem,
         "condition": None if condition is None else vars(condition),
-        "ranks": [_rank_as_json(rank) for rank in seen.ranks],
-        "silent": dict(seen.silent),
+        "ranks": [_rank_as_json(rank) for rank in view.ranks],
+        "silent": dict(view.silent),
     }
 
 

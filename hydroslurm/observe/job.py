@@ -1,42 +1,28 @@
-"""One job as its run folder and Slurm tell it together: what ``status``, ``describe``, ``list``,
-``logs`` and ``attach`` show or need. How it came about: :mod:`~hydroslurm.observe.history`.
+"""One job as Slurm, its run folder and its ranks tell it together: what every verb shows or needs.
+How it came about: :mod:`~hydroslurm.observe.history`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.checkpoint.deadline import SAFETY
+from hydroslurm.core.events import Event, read_events
 from hydroslurm.core.files import read_regular
-from hydroslurm.core.jobid import JobId
+from hydroslurm.core.goodput import Goodput
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.status import RankStatus, load_status, read_status, status_of
-from hydroslurm.errors import (
-    ControllerUnreachable,
-    LaunchError,
-    NoSuchJob,
-    RunFolderError,
-    SlurmError,
-    SlurmMissing,
-    SpecError,
-    UsageError,
-)
+from hydroslurm.core.status import RankStatus, Saver, read_status
+from hydroslurm.errors import LaunchError, RunFolderError, SpecError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import (
-    find_job,
-    member_of,
-    ranks_dir_of,
-    ranks_dirs_of,
-    run_dir_of,
-)
+from hydroslurm.jobs.control.requests import ranks_dirs_of
 from hydroslurm.jobs.plan import Plan, read_plan
-from hydroslurm.jobs.spec.job import TrainingJob
-from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.jobs.supervisor.attempts import (
     Attempt,
@@ -63,45 +49,79 @@ from hydroslurm.observe.history import (
     of_status,
     pause_now,
 )
-from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.run_folders import read_owner, run_dirs_of
+from hydroslurm.observe.training import SlowRank, Training, slow_ranks
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopReason
 from hydroslurm.slurm.values import Job, JobState
+
+if TYPE_CHECKING:
+    from hydroslurm.jobs.spec.job import TrainingJob
 
 _MOST_BYTES = 16 << 20
 """Of a spec, and of the events that are searched for pauses."""
+STUCK_S = 60.0
+"""Delay worth a look: of a step that takes this long and ten times its predecessors' time, or of an
+overdue heartbeat."""
+LOUD = frozenset(
+    {
+        JobState.FAILED,
+        JobState.TIMEOUT,
+        JobState.NODE_FAIL,
+        JobState.BOOT_FAIL,
+        JobState.OUT_OF_MEMORY,
+        JobState.DEADLINE,
+        JobState.REQUEUE_HOLD,
+        JobState.SPECIAL_EXIT,
+        JobState.LAUNCH_FAILED,
+    }
+)
+_HAS_PROCESSES = frozenset(
+    {JobState.RUNNING, JobState.SUSPENDED, JobState.STOPPED, JobState.RESIZING}
+)
 
 
 @dataclass(frozen=True)
-class RankViews:
-    """The ranks of all trainings of a job, as they see themselves.
+class WorkAtRisk:
+    """Work that would be lost.
 
     Attributes:
-        ranks: of each training in order of rank.
-        trainings: of each of ``ranks``, the name of its run folder, where the job has several.
-        silent: ranks that have written events, and why their status is not known.
-        problem: why a run folder cannot be looked at.
+        why: the reason, in a few words.
+        steps: upper bound; None if steps are not reported.
+        seconds: upper bound of the work's time; None if even that is unknown.
     """
 
-    ranks: tuple[RankStatus, ...] = ()
-    trainings: tuple[str, ...] = ()
-    silent: tuple[tuple[int, str], ...] = ()
-    problem: str | None = None
+    why: str
+    steps: int | None = None
+    seconds: float | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.steps == 0 or self.seconds == 0
 
 
+@dataclass(frozen=True)
 class JobView:
-    """A job, with a spec or without. Each part is read when it is first asked for: a line of
-    ``list`` rests on a few small files, ``describe`` reads everything.
+    """A job at one moment, with a spec or without. Each part is read when it is first asked for: a
+    line of ``list`` rests on a few small files, ``describe`` reads everything. What is unknown or
+    meaningless is None.
 
     Attributes:
-        run: its folder.
+        run: its folder; of several trainings, that of the one which is meant.
         slurm: as slurmctld or accounting has it; None when neither can tell.
         records: its attempts in Slurm's accounting.
+        followed: what its run folders tell, where somebody has read them already.
+        policy: what the site does to it; None if that was not asked.
+        forgotten_epoch_s: since when Slurm lists it no more: it has ended, and nobody knows how.
     """
 
-    def __init__(self, run: RunDir, slurm: Job | None, *, records: Sequence[Job] = ()) -> None:
-        self.run = run
-        self.slurm = slurm
-        self.records = records
+    run: RunDir
+    slurm: Job | None
+    records: Sequence[Job] = ()
+    followed: tuple[Training, ...] = ()
+    policy: SitePolicy | None = None
+    now_epoch_s: float = field(default_factory=time.time)
+    forgotten_epoch_s: float | None = None
+
+    # --- what was asked for, and what became of it ------------------------------------------------
 
     @cached_property
     def has_spec(self) -> bool:
@@ -114,6 +134,8 @@ class JobView:
         Raises:
             RunFolderError: it cannot be read.
         """
+        from hydroslurm.jobs.spec.reading import loads  # nobody else pays for pydantic
+
         path = self.run.job_yaml
         try:
             text = read_regular(path, limit_bytes=_MOST_BYTES).decode(errors="replace")
@@ -193,9 +215,7 @@ class JobView:
         try:
             files = self.run.rank_event_files()
             found = read_events(files[min(files)], most_bytes=_MOST_BYTES) if files else ()
-            # a named folder may have had other jobs
-            own = None if self.has_spec or self.slurm is None else self.slurm.job_id
-            return tuple(event for event in found if own in (None, event.job_id))
+            return tuple(event for event in found if self._is_own(event.job_id))
         except OSError:
             return ()
 
@@ -222,17 +242,10 @@ class JobView:
         return ended or final_condition(self.conditions) is not None
 
     @property
-    def saver(self) -> EventKind | None:
-        """The event that says who saves at a stop; None while nobody does."""
-        kinds = {event.kind for event in self.events}
-        savers = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
-        return next((kind for kind in savers if kind in kinds), None)
-
-    @property
-    def committed(self) -> Event | None:
-        """The newest checkpoint of its Run; None while there is none."""
-        saves = (one for one in reversed(self.events) if one.kind is EventKind.SAVE_COMMITTED)
-        return next(saves, None)
+    def job(self) -> Job:
+        """As Slurm has it, of a view that rests on its answer."""
+        assert self.slurm is not None
+        return self.slurm
 
     @cached_property
     def rank_files(self) -> dict[int, str]:
@@ -247,129 +260,360 @@ class JobView:
             first = read_status(files[min(files)]) if files else None
         except OSError:
             return None
-        own = None if self.has_spec or self.slurm is None else self.slurm.job_id
-        return first if first is not None and own in (None, first.job_id) else None
+        return first if first is not None and self._is_own(first.job_id) else None
+
+    def _is_own(self, job_id: int | None) -> bool:
+        """Whether a rank speaks of this job: a named folder may have had others."""
+        return self.has_spec or self.slurm is None or job_id == self.slurm.job_id
+
+    # --- its ranks --------------------------------------------------------------------------------
 
     @cached_property
-    def seen(self) -> RankViews:
-        """Its ranks; one that wrote no end of an ended job was killed."""
-        if self.slurm is None:
-            found = (read_status(path) for path in self.run.rank_status_names().values())
-            ranks = tuple(one for one in found if one is not None)
-            return RankViews(ranks, ("",) * len(ranks))
-        return _ranks_of(self.slurm)
+    def trainings(self) -> tuple[Training, ...]:
+        """Its run folders, in the order in which they first began."""
+        if self.followed:
+            return self.followed
+        folders = (self.run,) if self.slurm is None else ranks_dirs_of(self.slurm)
+        return tuple(Training(folder).read() for folder in folders)
 
+    @property
+    def ranks(self) -> tuple[RankStatus, ...]:
+        """All that ever told, as they see themselves."""
+        return tuple(rank for training in self.trainings for rank in self.ranks_of(training))
 
-def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
-    """The run folder and the job of a job id (``12``, ``12_3``) or a run folder; of the latter also
-    where there is no Slurm.
+    def ranks_of(self, training: Training) -> tuple[RankStatus, ...]:
+        """The same of one training. A rank that wrote no end of an ended job was killed."""
+        ranks = tuple(training.statuses.values())
+        if self.slurm is None or not self.slurm.state.has_ended:
+            return ranks
+        return tuple(one if one.state == "ended" else replace(one, state="killed") for one in ranks)
 
-    Raises:
-        NoSuchJob, SlurmMissing, ControllerUnreachable: Slurm knows no such job, or cannot be asked.
-        UsageError: it means all elements of an array.
-    """
-    try:
-        job_id = JobId.parse(which)
-    except UsageError:
-        run = RunDir(Path(which).absolute())
-        if not run.root.is_dir():
-            raise NoSuchJob(
-                f"{which!r} is neither the id of a job nor a run folder; an id is 44, or 44_3 for "
-                "an element of an array"
-            ) from None
-        slurm = _job_of_folder(client, run)
-        # another cluster may have a job of that number
-        folders = () if slurm is None else run_dirs_of(slurm)
-        is_its = any(one.root.resolve() == run.root.resolve() for one in folders)
-        return run, slurm if is_its else None
-    try:
-        slurm = find_job(client, job_id)
-    except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
-        message = f"{error}. Where the run folder of the job is known, give that in place of its id"
-        raise type(error)(message) from None
-    return ranks_dir_of(slurm), slurm
+    @property
+    def silent(self) -> Iterator[tuple[int, str]]:
+        """Ranks that have written events, and why their status is not known."""
+        for training in self.trainings if self.problem is None else ():
+            for rank in training.run.rank_event_files():
+                if rank not in training.statuses:
+                    yield rank, training.unread.get(rank, "no status yet")
 
+    @property
+    def problem(self) -> str | None:
+        """Why a run folder of it cannot be looked at."""
+        return next((one.problem for one in self.trainings if one.problem is not None), None)
 
-def view_of(client: SlurmClient, which: str) -> JobView:
-    """The job of an id or a run folder.
+    @property
+    def saver(self) -> Saver:
+        """Who saves at a stop, as any rank of any attempt has said."""
+        said = {rank.saver for rank in self.ranks if self._is_own(rank.job_id)}
+        savers: tuple[Saver, ...] = ("attempt_began", "stops_taken")
+        return next((saver for saver in savers if saver in said), "")
 
-    Raises:
-        NoSuchJob, SlurmMissing, ControllerUnreachable: as :func:`locate`.
-        RunFolderError: it is no job of hydroslurm's, or its run folder cannot be read.
-    """
-    run, slurm = locate(client, which)
-    view = JobView(run, slurm)
-    try:
-        if view.has_spec:
-            view.spec  # noqa: B018 - one that cannot be read is no job with a spec
-            return view
-        require_ours(client, run, slurm, which)
-    except PermissionError:
-        raise RunFolderError(f"{run.root} is its owner's (0700): do this as that user") from None
-    with contextlib.suppress(SlurmError):  # no accounting, or none yet
-        view.records = client.history(slurm.id) if slurm is not None else ()
-    return view
+    # --- its present attempt ----------------------------------------------------------------------
+    #
+    # With several trainings, what does not cover all ranks is that of the one with the oldest
+    # checkpoint, which would lose most.
 
-
-def my_jobs(client: SlurmClient, user: str) -> tuple[JobView, ...]:
-    """All jobs of a user that hydroslurm has a part in, and whose folder can be read; one question
-    to Slurm."""
-    views = (JobView(run_dir_of(job), job) for job in client.jobs(user=user))
-    return tuple(view for view in views if _is_listed(view))
-
-
-def _is_listed(view: JobView) -> bool:
-    try:
-        if view.has_spec:
-            view.attempts  # noqa: B018 - without them no line can be written
-            return view.submission is not None
-        return bool(view.submission is not None or view.rank_files or view.run.events.is_dir())
-    except (RunFolderError, OSError):
-        return False
-
-
-def require_ours(client: SlurmClient, run: RunDir, slurm: Job | None, which: str) -> None:
-    """Require that hydroslurm has a part in a job, or in another element of its array: one that has
-    not started has no run folder.
-
-    Raises:
-        RunFolderError: it has none.
-    """
-    if _is_ours(run) or (slurm is not None and member_of(slurm) is not None):
-        return
-    if slurm is not None and slurm.array_job_id is not None and slurm.state.is_waiting:
-        others = client.jobs_of(JobId(slurm.array_job_id))
-        if any(_is_ours(ranks_dir_of(one)) for one in others):
-            return
-    if slurm is None:
-        raise RunFolderError(
-            f"{run.root} is not a run folder: neither {run.events.name}/ nor "
-            f"{run.submission_json.name} is in it"
+    @cached_property
+    def _at_work(self) -> tuple[Training, ...]:
+        """The trainings that run; if none does, the last."""
+        runs = (
+            training
+            for training in self.trainings
+            if any(rank.state != "ended" for rank in training.ranks(self.job.restart_count))
         )
-    why = " yet (%s): it has not come to its `import torch`, or hydroslurm is not in it"
-    if slurm.state.has_ended:
-        why = " (%s): hydroslurm was not in it"
-    raise RunFolderError(
-        f"job {which} has no run folder{why % run.root}. `scontrol show job {slurm.id}` says "
-        "what Slurm knows; hydroslurm submit, or srun --preempt in the batch script, makes the "
-        "next one preemptible"
-    )
+        return tuple(runs) or self.trainings[-1:]
 
+    @cached_property
+    def _training(self) -> Training:
+        """The one that would lose most."""
+        count = self.job.restart_count
+        return min(self._at_work, key=lambda one: (one.commit or one.began(count) or (0, 0))[1])
 
-def _is_ours(run: RunDir) -> bool:
-    """Whether it has been submitted, or has ranks or, of an elastic run, a coordinator."""
-    return run.submission_json.exists() or run.events.is_dir() or run.elastic.is_dir()
+    @cached_property
+    def present(self) -> tuple[RankStatus, ...]:
+        """The ranks of this attempt."""
+        count = self.job.restart_count
+        return tuple(rank for training in self._at_work for rank in training.ranks(count))
 
+    @cached_property
+    def _lead(self) -> RankStatus | None:
+        """The first of them that tells its step."""
+        ranks = self._training.ranks(self.job.restart_count)
+        return next((rank for rank in ranks if rank.step is not None), None)
 
-def _job_of_folder(client: SlurmClient, run: RunDir) -> Job | None:
-    asked, owner = submission_of(run), read_owner(run)  # an owner: of a default folder
-    named = str(owner.job_id) if owner is not None else None
-    if asked is not None:
-        named = asked.job_id
-    try:
-        return find_job(client, JobId.parse(named)) if named is not None else None
-    except (SlurmError, UsageError):
-        return None
+    # --- as a line of ``top`` ---------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether Slurm says so, or lists it no more; :attr:`is_over` also asks the supervisor."""
+        return self.forgotten_epoch_s is not None or self.job.state.has_ended
+
+    @property
+    def _is_alive(self) -> bool:
+        return not (self.has_ended or self.job.state.is_waiting)
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self._is_alive and bool(self.present)
+
+    @property
+    def state(self) -> str:
+        """Slurm's; or PARKED (all ranks), VACATED and STOPPING, which only its ranks know; or
+        FORGOTTEN."""
+        if self.forgotten_epoch_s is not None:
+            return "FORGOTTEN"
+        if self.job.state is JobState.RUNNING and self.present:
+            if any(rank.state == "stopping" for rank in self.present):
+                return "STOPPING"
+            if self._all_parked:
+                return "VACATED" if self.vacated_bytes else "PARKED"
+        return self.job.state.value
+
+    @property
+    def reason(self) -> str:
+        return "" if self.job.reason in ("None", "") else self.job.reason
+
+    @property
+    def parked(self) -> int | None:
+        return self._parked if self._has_ranks else None
+
+    @cached_property
+    def _parked(self) -> int:
+        return sum(rank.state == "parked" for rank in self.present)
+
+    @property
+    def _all_parked(self) -> bool:
+        return 0 < self._parked == len(self.present)
+
+    @property
+    def n_ranks(self) -> int | None:
+        """Those that told, or those that they are joined with."""
+        if not self._has_ranks:
+            return None
+        count = self.job.restart_count
+        groups = (training.ranks(count) for training in self._at_work)
+        return sum(max([len(ranks), *(rank.world_size for rank in ranks)]) for ranks in groups)
+
+    @property
+    def slow(self) -> tuple[SlowRank, ...]:
+        """Ranks of this attempt that the others wait for."""
+        count = self.job.restart_count
+        return tuple(slow for one in self._at_work for slow in slow_ranks(one.ranks(count)))
+
+    @property
+    def size(self) -> tuple[int, int, int] | None:
+        """Members of an elastic job that train now, that are wanted, and at most."""
+        return self._training.size if self._is_alive else None
+
+    @cached_property
+    def _told_step(self) -> int | None:
+        """Of an elastic run as its coordinator tells it, else as the first rank that does."""
+        if self._training.elastic_step is not None:
+            return self._training.elastic_step
+        return self._lead.step if self._lead else None
+
+    @property
+    def step(self) -> int | None:
+        return self.commit_step if self._told_step is None else self._told_step
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """0 while all ranks are held or nothing moves, otherwise the last measurement."""
+        if self._lead is None or self._lead.steps_per_s is None or not self._is_alive:
+            return None
+        held = self.job.state is JobState.SUSPENDED or self._all_parked
+        return 0.0 if held or self._stands_still else self._lead.steps_per_s
+
+    @property
+    def commit(self) -> tuple[int, int] | None:
+        """Step and moment (epoch ns) of the newest durable checkpoint."""
+        return self._training.commit
+
+    @property
+    def commit_step(self) -> int | None:
+        return self.commit[0] if self.commit else None
+
+    @property
+    def commit_age_s(self) -> float | None:
+        return max(0.0, self.now_epoch_s - self.commit[1] / 1e9) if self.commit else None
+
+    @property
+    def pauses(self) -> int | None:
+        """In this attempt."""
+        return max(rank.pauses for rank in self.present) if self._has_ranks else None
+
+    @property
+    def vacated_bytes(self) -> int:
+        """Device memory of its ranks that is on their hosts."""
+        return sum(rank.vacated_bytes for rank in self.present) if self._has_ranks else 0
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Of all attempts, as far as they are known."""
+        return self._training.goodput
+
+    @property
+    def pause_counts(self) -> tuple[int, ...]:
+        """Of all ranks and attempts, as :class:`~hydroslurm.core.status.RankStatus` has it."""
+        return tuple(map(sum, zip(*(rank.pause_counts for rank in self._told), strict=True)))
+
+    @property
+    def pause_sum_s(self) -> float:
+        return sum(rank.pause_sum_s for rank in self._told)
+
+    @property
+    def _told(self) -> list[RankStatus]:
+        return [rank for training in self._at_work for rank in training.statuses.values()]
+
+    @property
+    def left_s(self) -> float | None:
+        """Until its time limit."""
+        end_s = self.job.end_epoch_s
+        return max(0.0, end_s - self.now_epoch_s) if self._is_alive and end_s else None
+
+    @property
+    def stuck(self) -> bool:
+        """No step for a long time, or no heartbeat from the first rank."""
+        is_running = self._is_alive and self.job.state is JobState.RUNNING
+        return is_running and self._stands_still
+
+    @cached_property
+    def _stands_still(self) -> bool:
+        lead = self._lead
+        if lead is None or not lead.steps_per_s or self._parked:
+            return False
+        # a shared file system may show writes a minute late
+        if lead.heartbeat_s is not None and self._silent_s > STUCK_S + 3.0 * lead.heartbeat_s:
+            return True
+        return self._stuck_s > max(STUCK_S, 10.0 / lead.steps_per_s)
+
+    @property
+    def _silent_s(self) -> float:
+        """Since the lead last told anything."""
+        as_of_ns = self._lead.as_of.epoch_ns if self._lead else 0
+        return max(0.0, self.now_epoch_s - as_of_ns / 1e9)
+
+    @property
+    def _stuck_s(self) -> float:
+        """How long the lead had been at its step by then."""
+        lead = self._lead
+        if lead is None or lead.step_since is None:
+            return 0.0
+        return max(0.0, (lead.as_of.epoch_ns - lead.step_since.epoch_ns) / 1e9)
+
+    # --- what a preemption now would cost ---------------------------------------------------------
+
+    @property
+    def _has_run(self) -> bool:
+        """Whether a Run of this attempt will save at a stop."""
+        return self._training.began(self.job.restart_count) is not None
+
+    @property
+    def unsaved_steps(self) -> int | None:
+        """Estimate of the steps since the newest durable checkpoint, including those since the
+        rank's last report; None if steps or checkpoints are not reported."""
+        base = self.commit or self._training.began(self.job.restart_count)
+        if base is None or self._told_step is None or self._lead is None:
+            return None
+        since_s = 0.0 if self._parked else self._silent_s
+        made = math.ceil((self._lead.steps_per_s or 0.0) * since_s)
+        return max(0, self._told_step - base[0]) + made
+
+    @cached_property
+    def loss(self) -> WorkAtRisk | None:
+        """Work that a preemption now would lose: an upper bound, or 0; None for a job that waits or
+        has ended, with nothing to lose."""
+        policy, save_s = self.policy, self._training.save_s
+        if self.forgotten_epoch_s is not None or self.job.state not in _HAS_PROCESSES:
+            return None
+        if policy is not None and policy.action is PreemptAction.PAUSE:
+            return WorkAtRisk("a preemption pauses it in place", 0, 0.0)
+        unsaved = self._unsaved
+        if self.job.state is not JobState.RUNNING:
+            return replace(unsaved, why="a suspended job hears no signal but SIGKILL")
+        if not self._has_run:
+            return unsaved
+        if policy is None:
+            return replace(unsaved, why="this site's grace is not known")
+        if save_s is None:
+            return replace(unsaved, why="how long a save takes is not known yet")
+        left_s = policy.time_left(StopReason.PREEMPTED).seconds
+        if policy.action is PreemptAction.NEVER:
+            left_s = policy.kill_after_s  # an operator's stop leaves least
+        needs_s = self._step_s + SAFETY * save_s
+        if needs_s <= left_s:
+            return WorkAtRisk(f"a save takes {save_s:.1f} s, and has {left_s:.0f} s", 0, 0.0)
+        message = f"a step and a save may take {needs_s:.0f} s, and have {left_s:.0f} s"
+        return replace(unsaved, why=message)
+
+    @property
+    def _unsaved(self) -> WorkAtRisk:
+        if self._has_run or self.commit:
+            why = "since the last commit" if self.commit else "nothing is committed yet"
+        else:
+            why = "all since its start, but for what it saves itself"
+        # with only an earlier attempt's checkpoint, work before this attempt is not at stake
+        commit_s = self.commit[1] / 1e9 if self.commit else None
+        begins_s = max((s for s in (commit_s, self.job.start_epoch_s) if s), default=None)
+        seconds = None if begins_s is None else max(0.0, self.now_epoch_s - begins_s)
+        steps = self.unsaved_steps if self._has_run else None
+        return WorkAtRisk(why if seconds is not None else "its start is not known", steps, seconds)
+
+    @property
+    def _step_s(self) -> float:
+        """Bound on the time to the next safe point."""
+        steps_per_s = self._lead.steps_per_s if self._lead else None
+        if steps_per_s:
+            return max(1.0 / steps_per_s, self._stuck_s)
+        return self._stuck_s if self._stuck_s or steps_per_s is None else math.inf
+
+    def attention(self) -> tuple[object, ...]:
+        """Sort key, most urgent first: jobs that lose work and cannot save, that failed or hang, or
+        would lose most; then running, waiting and ended ones."""
+        held = self.job.state is JobState.SUSPENDED or self.state == "STOPPING"
+        at_stake_s = 0.0
+        if self.loss is not None and not self.loss.is_nothing:
+            at_stake_s = self.loss.seconds or 0.0
+        if held and at_stake_s:
+            urgency = 0
+        elif self.stuck or (self.job.state in LOUD and self.forgotten_epoch_s is None):
+            urgency = 1
+        elif self.loss is not None:
+            urgency = 2
+        else:
+            urgency = 4 if self.has_ended else 3
+        return (urgency, -at_stake_s, not self.parked, self.job.job_id)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``top`` shows as plain values; durations in seconds."""
+        job, loss, size = self.job, self.loss, self.size or (None, None, None)
+        return {
+            "job": str(job.id),
+            "name": job.name,
+            "user": job.user,
+            "partition": job.partition,
+            "state": self.state,
+            "slurm_state": job.state.value,
+            "reason": self.reason,
+            "nodes": list(job.nodes),
+            "parked": self.parked,
+            "ranks": self.n_ranks,
+            "step": self.step,
+            "steps_per_s": self.steps_per_s,
+            "commit_step": self.commit_step,
+            "commit_age_s": self.commit_age_s,
+            "preemptions": job.restart_count,
+            "pauses": self.pauses,
+            "vacated_bytes": self.vacated_bytes,
+            "goodput": self.goodput and vars(self.goodput),
+            "slow_ranks": [rank._asdict() for rank in self.slow],
+            "left_s": self.left_s,
+            "lost_steps": loss.steps if loss else None,
+            "lost_s": loss.seconds if loss else None,
+            "lost_why": loss.why if loss else None,
+            "stuck": self.stuck,
+            **dict(zip(("size", "size_wanted", "size_max"), size, strict=True)),
+        }
 
 
 def submission_of(run: RunDir) -> Submission | None:
@@ -378,33 +622,6 @@ def submission_of(run: RunDir) -> Submission | None:
         return submission.read(run.root)
     except RunFolderError:
         return None
-
-
-def _ranks_of(job: Job) -> RankViews:
-    ranks: list[RankStatus] = []
-    silent: list[tuple[int, str]] = []
-    names: list[str] = []
-    problem = None
-    folders = ranks_dirs_of(job)
-    for folder in folders:
-        files: Mapping[int, Path] = {}
-        try:
-            files = folder.rank_event_files()
-        except OSError as error:
-            problem = f"{folder.events}: {error.strerror}"
-        for rank, path in files.items():
-            try:
-                ranks.append(load_status(status_of(path)))
-                names.append(f"{folder.root.name}: " if len(folders) > 1 else "")
-            except FileNotFoundError:
-                silent.append((rank, "no status yet"))
-            except OSError as error:
-                silent.append((rank, f"its status cannot be read: {error.strerror}"))
-            except ValueError as error:
-                silent.append((rank, str(error)))
-    if job.state.has_ended:
-        ranks = [one if one.state == "ended" else replace(one, state="killed") for one in ranks]
-    return RankViews(tuple(ranks), tuple(names), tuple(silent), problem)
 
 
 def replica_states(view: JobView) -> dict[str, str]:

@@ -15,7 +15,8 @@ from hydroslurm.errors import HydroslurmError, NoSuchJob, RunFolderError, UsageE
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
-from hydroslurm.observe.job import JobView, view_of
+from hydroslurm.observe.find import view_of
+from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.client import open_client
 
 POLL_S = 0.3

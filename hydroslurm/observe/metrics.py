@@ -19,49 +19,48 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from hydroslurm.core.status import PAUSE_BOUNDS_S
-from hydroslurm.observe.folder import RunFacts
-from hydroslurm.observe.row import Row
+from hydroslurm.observe.job import JobView
 from hydroslurm.observe.watcher import View, Watcher
 
 LABELS = ("job_id", "name", "user", "partition")
 """Labels of every metric of a job."""
 
 
-def _goodput(name: str) -> Callable[[Row], float | None]:
-    return lambda row: getattr(row.facts.goodput, name, None)
+def _goodput(name: str) -> Callable[[JobView], float | None]:
+    return lambda row: getattr(row.goodput, name, None)
 
 
 def _slowest(times_s: Iterable[float | None]) -> float | None:
     return max((time_s for time_s in times_s if time_s is not None), default=None)
 
 
-_Values = Mapping[str, tuple[str, Callable[[Row], float | None]]]
+_Values = Mapping[str, tuple[str, Callable[[JobView], float | None]]]
 """Name -> its description, and a job's value; None: unknown."""
 _GAUGES: _Values = {
     "step": ("Training step, as last told.", lambda row: row.step),
     "steps_per_second": (
         "Training steps per second, as last measured.", lambda row: row.steps_per_s),
-    "ranks": ("Ranks that have announced themselves.", lambda row: row.ranks),
+    "ranks": ("Ranks that have announced themselves.", lambda row: row.n_ranks),
     "parked_ranks": ("Ranks that are held between two operators.", lambda row: row.parked),
     "slow_ranks": (
         "Ranks that reach their first collective later than the others.",
-        lambda row: len(row.facts.slow) if row.ranks else None),
+        lambda row: len(row.slow) if row.n_ranks else None),
     "vacated_bytes": (
         "Device memory of its ranks that is on their hosts.",
-        lambda row: row.vacated_bytes if row.ranks else None),
+        lambda row: row.vacated_bytes if row.n_ranks else None),
     "vacate_seconds": (
         "How long its slowest rank took to vacate last.",
-        lambda row: _slowest(rank.vacate_s for rank in row.facts.ranks)),
+        lambda row: _slowest(rank.vacate_s for rank in row.present)),
     "restore_seconds": (
         "How long its slowest rank took to get that back last.",
-        lambda row: _slowest(rank.restore_s for rank in row.facts.ranks)),
+        lambda row: _slowest(rank.restore_s for rank in row.present)),
     "last_commit_step": ("Step of the newest durable checkpoint.", lambda row: row.commit_step),
     "last_commit_timestamp_seconds": (
         "When the newest durable checkpoint was committed.",
-        lambda row: row.facts.commit[1] / 1e9 if row.facts.commit else None),
+        lambda row: row.commit[1] / 1e9 if row.commit else None),
     "unsaved_steps": (
         "Steps since the newest durable checkpoint, at most.",
-        lambda row: row.unsaved_steps if row.ranks else None),
+        lambda row: row.unsaved_steps if row.n_ranks else None),
     "end_timestamp_seconds": (
         "When its time limit ends the job.",
         lambda row: row.job.end_epoch_s if row.left_s is not None else None),
@@ -124,7 +123,7 @@ class JobCollector(Collector):
         for state, count in Counter(row.job.state.value for row in view.jobs).items():
             jobs.add_metric((state,), count)
         # a job that Slurm has forgotten keeps its last state
-        rows = [replace(row, forgotten=False) for row in view.jobs]
+        rows = [replace(row, forgotten_epoch_s=None) for row in view.jobs]
         own: list[Metric] = []
         for kind, declared in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (words, value_of) in declared.items():
@@ -139,8 +138,8 @@ class JobCollector(Collector):
             labels=LABELS,
         )
         for row in rows:
-            if row.facts.ranks and any(row.facts.pause_counts):
-                park.add_metric(_labels(row), _buckets(row.facts), sum_value=row.facts.pause_sum_s)
+            if row.present and any(row.pause_counts):
+                park.add_metric(_labels(row), _buckets(row.pause_counts), sum_value=row.pause_sum_s)
         up = GaugeMetricFamily(
             "hydroslurm_slurm_up",
             "Whether Slurm answered the latest request.",
@@ -154,11 +153,11 @@ class JobCollector(Collector):
         return [jobs, *own, park, up, answered]
 
 
-def _labels(row: Row) -> tuple[str, ...]:
-    return (row.job_id, row.job.name, row.job.user, row.job.partition)
+def _labels(row: JobView) -> tuple[str, ...]:
+    return (str(row.job.id), row.job.name, row.job.user, row.job.partition)
 
 
-def _buckets(facts: RunFacts) -> list[tuple[str, float]]:
+def _buckets(counts: tuple[int, ...]) -> list[tuple[str, float]]:
     """Return Prometheus's buckets: upper bound, count up to it."""
     bounds = [*map(repr, PAUSE_BOUNDS_S), "+Inf"]
-    return list(zip(bounds, map(float, accumulate(facts.pause_counts)), strict=True))
+    return list(zip(bounds, map(float, accumulate(counts)), strict=True))

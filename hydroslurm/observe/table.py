@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 
 from hydroslurm.core.files import clean
-from hydroslurm.observe.row import LOUD, Row, WorkAtRisk
+from hydroslurm.observe.job import LOUD, JobView, WorkAtRisk
 
 NOTHING = "-"
 _GAP = "  "
@@ -28,7 +28,7 @@ class Column:
     """
 
     title: str
-    cell: Callable[[Row], str]
+    cell: Callable[[JobView], str]
     rank: int
     least: int = 0
     most: int = 1000
@@ -72,20 +72,24 @@ def lost(loss: WorkAtRisk | None) -> str:
     return f"≤{duration(loss.seconds)}" if loss.seconds is not None else "?"
 
 
-def _parked(row: Row) -> str:
-    return NOTHING if row.ranks is None else f"{row.parked}/{row.ranks}"
+def _parked(row: JobView) -> str:
+    return NOTHING if row.n_ranks is None else f"{row.parked}/{row.n_ranks}"
 
 
-def _size(row: Row) -> str:
+def _size(row: JobView) -> str:
     """Format members now, wanted and at most: ``3/4/8``."""
     return NOTHING if row.size is None else "/".join(map(str, row.size))
 
 
-def _slow(row: Row) -> str:
-    return next((rank.cell for rank in row.facts.slow), NOTHING)
+def _slow(row: JobView) -> str:
+    return next((rank.cell for rank in row.slow), NOTHING)
 
 
-def _why(row: Row) -> str:
+def _goodput(row: JobView) -> str:
+    return rate(row.goodput.of_allocated if row.goodput else None)
+
+
+def _why(row: JobView) -> str:
     return clean(row.loss.why if row.loss else row.reason)
 
 
@@ -94,7 +98,7 @@ def _number(value: int | None) -> str:
 
 
 COLUMNS = (
-    Column("JOB", lambda row: row.job_id, 0, 5),
+    Column("JOB", lambda row: str(row.job.id), 0, 5),
     Column("NAME", lambda row: clean(row.job.name), 5, 6, most=30, shrinks_to=6),
     Column("USER", lambda row: clean(row.job.user), 13, most=12),
     Column("PARTITION", lambda row: clean(row.job.partition), 12, most=14),
@@ -107,7 +111,7 @@ COLUMNS = (
     Column("SAVED", lambda row: _number(row.commit_step), 10, right=True),
     Column("AGO", lambda row: duration(row.commit_age_s), 6, 4, right=True),
     Column("PRE", lambda row: str(row.job.restart_count), 8, right=True),
-    Column("GOOD", lambda row: rate(row.goodput), 11, right=True),
+    Column("GOOD", _goodput, 11, right=True),
     Column("LEFT", lambda row: duration(row.left_s), 9, 5, right=True),
     Column("LOST", lambda row: lost(row.loss), 2, 7, right=True),
     Column("WHY", _why, 14, 20, most=70, shrinks_to=20),
@@ -118,7 +122,7 @@ _NAME_CELLS = 12
 _CORE_RANK = 9
 
 
-def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
+def layout(rows: Sequence[JobView], width: int) -> tuple[str, list[str]]:
     """Return the head, and one line per row, none wider than ``width`` cells."""
     cells = {column: [column.cell(row) for row in rows] for column in COLUMNS}
     wide = {column: _natural(column, texts) for column, texts in cells.items()}
@@ -140,11 +144,11 @@ def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
     return head, lines
 
 
-def style(row: Row) -> str:
+def style(row: JobView) -> str:
     """Return rich's style: urgent rows stand out, even without colour."""
     if row.job.state in LOUD or row.stuck:
         return "bold red"
-    if row.is_over:
+    if row.has_ended:
         return "dim"
     at_stake = row.loss is not None and not row.loss.is_nothing
     if row.parked or row.state in ("SUSPENDED", "STOPPING"):

@@ -10,11 +10,11 @@ from functools import cached_property
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
-from hydroslurm.observe.folder import FollowedRun, facts_of
-from hydroslurm.observe.row import Row
+from hydroslurm.jobs.control.requests import newest_of, ranks_dirs_of
+from hydroslurm.observe.job import JobView
+from hydroslurm.observe.training import Training
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import Policies, read_policies
-from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.slurm.values import Job
 
 FORGOTTEN_FOR_S = 300.0
@@ -33,24 +33,16 @@ class View:
         missing: requested ids that Slurm does not know.
     """
 
-    jobs: tuple[Row, ...]
+    jobs: tuple[JobView, ...]
     epoch_s: float
     answered_epoch_s: float | None
     error: str | None = None
     missing: tuple[JobId, ...] = ()
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """Rows by urgency."""
-        return tuple(sorted(self.jobs, key=Row.attention))
-
-
-@dataclass
-class _Seen:
-    job: Job
-    runs: tuple[FollowedRun, ...]
-    settled: bool = False
-    forgotten_epoch_s: float | None = None
+    def rows(self) -> tuple[JobView, ...]:
+        """The same by urgency."""
+        return tuple(sorted(self.jobs, key=JobView.attention))
 
 
 class Watcher:
@@ -81,7 +73,7 @@ class Watcher:
         self._wants_policies = policies
         self._policies: Policies | None = None
         self._clock = clock
-        self._seen: dict[JobId, _Seen] = {}
+        self._views: dict[JobId, JobView] = {}
         self._answered_epoch_s: float | None = None
 
     @without_gc()
@@ -104,54 +96,61 @@ class Watcher:
         now_epoch_s = self._clock()
         if error is None:
             self._answered_epoch_s = now_epoch_s
-            self._note(jobs, now_epoch_s)
-        for seen in self._seen.values():
-            for run in seen.runs if not seen.settled else ():
-                run.read()
-        return self._view(now_epoch_s, error)
-
-    def _note(self, jobs: tuple[Job, ...], now_epoch_s: float) -> None:
-        if self._partition is not None:
-            jobs = tuple(job for job in jobs if self._partition in job.partition.split(","))
-        for job in jobs:
-            seen = self._seen.get(job.id)
-            runs = run_dirs_of(job)
-            if seen is None or tuple(followed.run for followed in seen.runs) != runs:
-                self._seen[job.id] = _Seen(job, tuple(map(FollowedRun, runs)))
-                continue
-            # the last lines of a job that just ended remain to be read
-            seen.settled = seen.job.state is job.state and _is_still(job)
-            seen.job, seen.forgotten_epoch_s = job, None
-        listed = {job.id for job in jobs}
-        for job_id in self._seen.keys() - listed:
-            self._forget(job_id, now_epoch_s)
-
-    def _forget(self, job_id: JobId, now_epoch_s: float) -> None:
-        """Drop a job that Slurm no longer lists: it has ended. Drop it at once if we saw it end;
-        otherwise show it for a while, so that nobody has to ask Slurm what became of it."""
-        seen = self._seen[job_id]
-        if seen.forgotten_epoch_s is None:
-            seen.forgotten_epoch_s = now_epoch_s
-        array = bool(seen.job.id.tasks)
-        gone_s = now_epoch_s - seen.forgotten_epoch_s
-        if seen.job.state.has_ended or array or gone_s > FORGOTTEN_FOR_S:
-            del self._seen[job_id]
-
-    def _view(self, now_epoch_s: float, error: str | None) -> View:
-        jobs = tuple(
-            Row(
-                job=seen.job,
-                facts=facts_of(seen.runs, seen.job.restart_count),
-                policy=self._policies.of(seen.job) if self._policies else None,
-                now_epoch_s=now_epoch_s,
-                forgotten=seen.forgotten_epoch_s is not None,
-            )
-            for seen in self._seen.values()
-        )
-        known = [seen.job for seen in self._seen.values()]
-        unknown = (i for i in self._ids if not any(job.is_named(i) for job in known))
+            self._views = self._listed(jobs, now_epoch_s)
+        else:
+            self._views = {
+                job_id: self._next(
+                    view, view.job, now_epoch_s, forgotten_epoch_s=view.forgotten_epoch_s
+                )
+                for job_id, view in self._views.items()
+            }
+        views = tuple(self._views.values())
+        unknown = (i for i in self._ids if not any(view.job.is_named(i) for view in views))
         missing = tuple(unknown) if error is None else ()
-        return View(jobs, now_epoch_s, self._answered_epoch_s, error, missing)
+        return View(views, now_epoch_s, self._answered_epoch_s, error, missing)
+
+    def _listed(self, jobs: tuple[Job, ...], now_epoch_s: float) -> dict[JobId, JobView]:
+        """The jobs of an answer, and those that Slurm lists no more: they have ended. One that we
+        saw end is dropped at once; another is shown for a while, so that nobody has to ask Slurm
+        what became of it."""
+        views = {
+            job.id: self._next(self._views.get(job.id), job, now_epoch_s)
+            for job in jobs
+            if self._partition is None or self._partition in job.partition.split(",")
+        }
+        for job_id in self._views.keys() - views.keys():
+            view = self._views[job_id]
+            since_s = view.forgotten_epoch_s or now_epoch_s
+            is_old = now_epoch_s - since_s > FORGOTTEN_FOR_S
+            if not (view.job.state.has_ended or view.job.id.tasks or is_old):
+                views[job_id] = self._next(view, view.job, now_epoch_s, forgotten_epoch_s=since_s)
+        return views
+
+    def _next(
+        self,
+        before: JobView | None,
+        job: Job,
+        now_epoch_s: float,
+        *,
+        forgotten_epoch_s: float | None = None,
+    ) -> JobView:
+        """The view of a job after an earlier one: what has changed in its folders is read."""
+        # the last lines of a job that just ended remain to be read
+        if before is not None and before.job.state is job.state and _is_still(job):
+            run, trainings = before.run, before.trainings
+        else:
+            known = {one.run: one for one in (before.trainings if before else ())}
+            folders = ranks_dirs_of(job)
+            run = newest_of(folders)
+            trainings = tuple(known.get(one, Training(one)).read() for one in folders)
+        return JobView(
+            run,
+            job,
+            followed=trainings,
+            policy=self._policies.of(job) if self._policies else None,
+            now_epoch_s=now_epoch_s,
+            forgotten_epoch_s=forgotten_epoch_s,
+        )
 
 
 def _is_still(job: Job) -> bool:

@@ -7,7 +7,7 @@ from coordination.attempts import Story
 from processes import wait_until
 
 from hydroslurm.core.status import RankStatus, read_status
-from hydroslurm.observe.folder import slow_ranks
+from hydroslurm.observe.training import slow_ranks
 
 
 @pytest.mark.parametrize(

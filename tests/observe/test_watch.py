@@ -21,10 +21,10 @@ from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import Moment, RankStatus, load_status
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import ControllerUnreachable
-from hydroslurm.observe.folder import FollowedRun, RunFacts, SlowRank, slow_ranks
+from hydroslurm.observe.job import JobView
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.row import Row
 from hydroslurm.observe.table import COLUMNS, layout, lost
+from hydroslurm.observe.training import Training, slow_ranks
 from hydroslurm.observe.watcher import View, Watcher
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 from hydroslurm.slurm.values import Job, JobState
@@ -91,35 +91,37 @@ def watcher(slurm: Slurm, **options: Any) -> Watcher:
     return Watcher(slurm, user=None, policies=False, clock=lambda: NOW_S, **options)  # type: ignore[arg-type]
 
 
-def row_of(one: Job, facts: RunFacts, policy: SitePolicy | None = None) -> Row:
-    return Row(job=one, facts=facts, policy=policy, now_epoch_s=NOW_S)
+def view(one: Job, *trainings: Training, policy: SitePolicy | None = None) -> JobView:
+    return JobView(trainings[0].run, one, followed=trainings, policy=policy, now_epoch_s=NOW_S)
 
 
-def followed(run: RunDir) -> RunFacts:
-    following = FollowedRun(run)
-    following.read()
-    return following.facts(0)
+def told(*ranks: RankStatus, elastic: dict[str, Any] | None = None) -> Training:
+    """What these ranks have told, of a run folder that nobody reads."""
+    return Training(RunDir(Path("/run")), dict(enumerate(ranks)), elastic=elastic)
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
 def test_only_what_was_replaced_is_read(tmp_path: Path) -> None:
-    """The second look reads nothing, the third one file of two; what is no status, or is taken away
-    by a FIFO, changes nothing."""
+    """The second look reads nothing, the third one file of two; a FIFO in the place of a status is
+    a status that cannot be read."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), event(EventKind.INSTALLED), began(5))
     write(run.rank_events(1), event(EventKind.INSTALLED, rank=1))
-    following = FollowedRun(run)
-    assert following.read() == 2
-    assert following.facts(0).began == (5, int((NOW_S - 100) * 1e9))
-    assert following.read() == 0
+    first = Training(run).read()
+    assert list(first.statuses) == [0, 1]
+    assert first.began(0) == (5, int((NOW_S - 100) * 1e9))
+    assert first.read() is first
     write(run.rank_events(0), committed(9, at_s=-3))
-    assert following.read() == 1
-    assert following.facts(0).commit == (9, int((NOW_S - 3) * 1e9))
+    second = first.read()
+    assert [second.statuses[n] is first.statuses[n] for n in (0, 1)] == [False, True]
+    assert second.commit == (9, int((NOW_S - 3) * 1e9))
     run.rank_status(1).unlink()
     os.mkfifo(run.rank_status(1))
-    assert following.read() == 0
+    third = second.read()
+    assert (list(third.statuses), list(third.unread)) == ([0], [1])
+    assert third.read() is third
 
 
 def test_facts_of_an_attempt_before(tmp_path: Path) -> None:
@@ -127,12 +129,10 @@ def test_facts_of_an_attempt_before(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     write(run.rank_events(0), event(EventKind.INSTALLED), began(30), committed(40, at_s=-50))
     write(run.rank_events(0), event(EventKind.INSTALLED, restart_count=1, at_s=-20))
-    following = FollowedRun(run)
-    following.read()
-    facts = following.facts(1)
-    assert (facts.has_run, facts.began) == (False, None)
-    assert facts.commit == (40, int((NOW_S - 50) * 1e9))
-    assert following.facts(0).ranks == ()
+    found = Training(run).read()
+    assert found.began(1) is None
+    assert found.commit == (40, int((NOW_S - 50) * 1e9))
+    assert (len(found.ranks(1)), found.ranks(0)) == (1, ())
 
 
 def test_the_newest_step_counts(tmp_path: Path) -> None:
@@ -141,45 +141,51 @@ def test_the_newest_step_counts(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     write(run.rank_events(0), event(EventKind.FIRST_STEP, at_s=-20, step=1))
     write(run.rank_events(0), committed(40, at_s=-1), event(EventKind.SAVE_STAGED, step=41))
-    facts = followed(run)
-    assert (facts.step, facts.steps_per_s, facts.told_every_s) == (41, 2.0, None)
-    status = load_status(run.rank_status(0))
+    found = view(job(), Training(run).read())
+    assert (found.step, found.steps_per_s) == (41, 2.0)
+    beat = replace(load_status(run.rank_status(0)), step=50, steps_per_s=5.0, heartbeat_s=10.0)
+    found = view(job(), told(beat))
+    assert (found.step, found.steps_per_s) == (50, 5.0)
+    assert view(job(), told(replace(beat, restart_count=1))).step == 40  # the checkpoint's
 
-    def told(at_s: float, since_s: float, restart_count: int = 0) -> RunFacts:
-        beat = replace(status, step=50, step_since=moment(since_s), as_of=moment(at_s))
-        beat = replace(beat, steps_per_s=5.0, heartbeat_s=10.0, restart_count=restart_count)
-        run.rank_status(0).write_text(beat.to_json())
-        return followed(run)
 
-    facts = told(5, 2)
-    assert (facts.step, facts.steps_per_s, facts.told_every_s) == (50, 5.0, 10.0)
-    assert (facts.stuck_s, facts.step_epoch_ns) == (3.0, moment(5).epoch_ns)
-    assert told(6, 6, restart_count=1).step is None
+def test_the_training_that_would_lose_most(tmp_path: Path) -> None:
+    """Of several trainings all ranks count, and the step and checkpoint of the one that was saved
+    longest ago; one that has ended is nobody's concern."""
+    runs = [RunDir(tmp_path / name) for name in "abc"]
+    for run, saved_s in zip(runs, (-5, -50, -500), strict=True):
+        write(run.rank_events(0), event(EventKind.INSTALLED), began(), committed(7, at_s=saved_s))
+    write(runs[2].rank_events(0), event(EventKind.UNINSTALLED))
+    write(runs[1].rank_events(0), parked(1, 50.0))
+    found = view(job(), *(Training(run).read() for run in runs))
+    assert (found.n_ranks, found.parked, found.commit_age_s) == (2, 1, 50.0)
 
 
 # --- what would be lost --------------------------------------------------------------------------
 
-RUN = RunFacts(has_run=True, began=(0, int((NOW_S - 100) * 1e9)), step=120, steps_per_s=2.0)
-RUN = replace(RUN, step_epoch_ns=int((NOW_S - 4) * 1e9), save_s=2.0)
-SAVED = replace(RUN, commit=(100, int((NOW_S - 14) * 1e9)))
+RUN = RankStatus(0, "running", moment(-100), as_of=moment(-4), step=120, steps_per_s=2.0, save_s=2)
+RUN = replace(RUN, attempt_step=0, attempt_began=moment(-100))
+SAVED = replace(RUN, committed_step=100, committed=moment(-14))
+STUCK = replace(SAVED, step_since=moment(-604))
+NO_RUN = RankStatus(0, "running", moment(-100), step=9)
 
 
 @pytest.mark.parametrize(
-    ("facts", "policy", "changed", "words"),
+    ("rank", "policy", "changed", "words"),
     [
         (SAVED, REQUEUED, {}, "0"),
         (SAVED, PAUSED, {}, "0"),
-        (RunFacts(), PAUSED, {}, "0"),
+        (None, PAUSED, {}, "0"),
         # no Run: all since the start
-        (RunFacts(), REQUEUED, {}, "≤3m"),
-        (RunFacts(has_run=False, step=9), REQUEUED, {}, "≤3m"),
-        (RunFacts(), REQUEUED, {"start_epoch_s": None}, "?"),
+        (None, REQUEUED, {}, "≤3m"),
+        (NO_RUN, REQUEUED, {}, "≤3m"),
+        (None, REQUEUED, {"start_epoch_s": None}, "?"),
         # 20 steps since the commit, and 4 s at 2 steps/s since the rank last told
         (SAVED, None, {}, "≤28 st"),
         (SAVED, REQUEUED, {"state": JobState.SUSPENDED}, "≤28 st"),
         (replace(SAVED, save_s=60.0), REQUEUED, {}, "≤28 st"),
         (replace(SAVED, save_s=None), REQUEUED, {}, "≤28 st"),
-        (replace(SAVED, stuck_s=600.0), REQUEUED, {}, "≤28 st"),
+        (STUCK, REQUEUED, {}, "≤28 st"),
         (replace(SAVED, steps_per_s=0.01), REQUEUED, {}, "≤21 st"),
         (replace(RUN, save_s=None), REQUEUED, {}, "≤128 st"),
         (replace(SAVED, step=None, save_s=None), REQUEUED, {}, "≤14s"),
@@ -188,30 +194,31 @@ SAVED = replace(RUN, commit=(100, int((NOW_S - 14) * 1e9)))
     ],
 )
 def test_lost(
-    facts: RunFacts, policy: SitePolicy | None, changed: dict[str, Any], words: str
+    rank: RankStatus | None, policy: SitePolicy | None, changed: dict[str, Any], words: str
 ) -> None:
     """0 only where nothing would be lost; else an upper bound, in steps where they are told."""
-    given = replace(job(), **changed)
-    assert lost(row_of(given, facts, policy).loss) == words
+    ranks = () if rank is None else (rank,)
+    assert lost(view(replace(job(), **changed), told(*ranks), policy=policy).loss) == words
 
 
 def test_order() -> None:
     """What loses work while it cannot be saved comes first, then what failed, then what is at
     stake, what waits, and what has ended well."""
+    beating = replace(SAVED, heartbeat_s=10.0)
     jobs = [
-        (job(1, JobState.COMPLETED), RunFacts()),
-        (job(2, JobState.PENDING), RunFacts()),
-        (job(3), SAVED),
-        (job(4, start_epoch_s=int(NOW_S) - 9), RunFacts()),
-        (job(5), RunFacts()),
-        (job(6), replace(SAVED, stuck_s=600.0)),
-        (job(7, JobState.OUT_OF_MEMORY), RunFacts()),
-        (job(9), replace(SAVED, told_every_s=10.0)),
-        (job(10), replace(SAVED, step_epoch_ns=int((NOW_S - 100) * 1e9), told_every_s=10.0)),
-        (job(8, JobState.SUSPENDED), SAVED),
+        (job(1, JobState.COMPLETED), told()),
+        (job(2, JobState.PENDING), told()),
+        (job(3), told(SAVED)),
+        (job(4, start_epoch_s=int(NOW_S) - 9), told()),
+        (job(5), told()),
+        (job(6), told(STUCK)),
+        (job(7, JobState.OUT_OF_MEMORY), told()),
+        (job(9), told(beating)),
+        (job(10), told(replace(beating, as_of=moment(-100)))),
+        (job(8, JobState.SUSPENDED), told(SAVED)),
     ]
-    rows = tuple(row_of(one, facts, REQUEUED) for one, facts in jobs)
-    order = [row.job.job_id for row in View(rows, NOW_S, NOW_S).rows]
+    views = tuple(view(one, ranks, policy=REQUEUED) for one, ranks in jobs)
+    order = [row.job.job_id for row in View(views, NOW_S, NOW_S).rows]
     assert order == [8, 6, 7, 10, 5, 4, 3, 9, 2, 1]
 
 
@@ -221,18 +228,15 @@ def test_an_elastic_job_has_a_size(tmp_path: Path) -> None:
     elastic = ElasticFolder(run=tmp_path)
     status = {"size": 3, "wanted": 4, "max": 8, "step": 12}
     elastic.write(elastic.status_json, status)
-    facts = followed(RunDir(tmp_path))
-    assert (facts.size, facts.step) == ((3, 4, 8), 12)
-    row = row_of(job(), facts)
+    first = Training(RunDir(tmp_path)).read()
+    row = view(job(), first)
+    assert (row.size, row.step) == ((3, 4, 8), 12)
     assert "3/4/8" in layout([row], 80)[1][0]
     elastic.write(elastic.status_json, {**status, "size": "3"})
-    assert followed(RunDir(tmp_path)).size is None
+    assert first.read().size is None
 
 
 # --- showing -------------------------------------------------------------------------------------
-
-
-SLOW = SlowRank(3, "n2", 1.84)
 
 
 @pytest.mark.parametrize(
@@ -260,13 +264,15 @@ def test_lines_fit_every_width() -> None:
     """Whatever the names, no line is wider than the terminal or holds what moves its cursor; at 80
     columns the columns that matter are all there."""
     long = {"name": HOSTILE, "user": HOSTILE, "partition": HOSTILE}
-    far = replace(SAVED, step=10**6, commit=(10**6 - 5, int(NOW_S * 1e9)))
-    jobs = [
-        (job(10**6, **long), replace(SAVED, size=(1000, 2000, 4096), slow=(SLOW,))),
-        (job(8, JobState.SUSPENDED, array_job_id=5, restart_count=12), far),
-        (job(9, JobState.PENDING, name="", reason=HOSTILE), RunFacts()),
+    far = replace(SAVED, step=10**6, committed_step=10**6 - 5, restart_count=12)
+    times_s = (0.5, 0.5, 0.5, 0.92)
+    slow = (replace(SAVED, rank=n, first_collective_s=s) for n, s in enumerate(times_s))
+    size = {"size": 1000, "wanted": 2000, "max": 4096}
+    rows = [
+        view(job(10**6, **long), told(*slow, elastic=size)),
+        view(job(8, JobState.SUSPENDED, array_job_id=5, restart_count=12), told(far)),
+        view(job(9, JobState.PENDING, name="", reason=HOSTILE), told()),
     ]
-    rows = [row_of(one, facts) for one, facts in jobs]
     for width in range(1, 260):
         head, lines = layout(rows, width)
         assert len(lines) == len(rows)
@@ -293,22 +299,22 @@ def test_jobs_come_and_go(tmp_path: Path) -> None:
     waiting = job(3, JobState.PENDING, array_job_id=3, array_tasks="4-9%1")
     slurm = Slurm(first, job(2), waiting)
     watching = watcher(slurm, ids=tuple(map(JobId, (1, 2, 3, 99))))
-    view = watching.look()
-    by_id = {row.job_id: row for row in view.rows}
+    seen = watching.look()
+    by_id = {str(row.job.id): row for row in seen.rows}
     assert set(by_id) == {"1", "2", "3_[4-9%1]"}
-    assert (by_id["1"].parked, by_id["1"].ranks, by_id["1"].left_s) == (1, 2, 60.0)
-    assert (by_id["2"].ranks, view.missing) == (None, (JobId(99),))
+    assert (by_id["1"].parked, by_id["1"].n_ranks, by_id["1"].left_s) == (1, 2, 60.0)
+    assert (by_id["2"].n_ranks, seen.missing) == (None, (JobId(99),))
 
     write(run.rank_events(1), parked(1, 60.0, rank=1))
     slurm.answer = (first, replace(job(2), state=JobState.COMPLETED))
-    rows = {row.job_id: row.state for row in watching.look().rows}
+    rows = {str(row.job.id): row.state for row in watching.look().rows}
     assert rows == {"1": "PARKED", "2": "COMPLETED"}
     slurm.answer = ControllerUnreachable("away")
     away = watching.look()
-    assert {row.job_id: row.state for row in away.rows} == rows
+    assert {str(row.job.id): row.state for row in away.rows} == rows
     assert away.error == "away"
     slurm.answer = ()
-    assert [(row.job_id, row.state) for row in watching.look().rows] == [("1", "FORGOTTEN")]
+    assert [(str(row.job.id), row.state) for row in watching.look().rows] == [("1", "FORGOTTEN")]
     assert slurm.asked == 4
 
 

@@ -28,7 +28,8 @@ from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.requests import pause_job
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
-from hydroslurm.observe.job import JobView, my_jobs, view_of
+from hydroslurm.observe.find import my_jobs, view_of
+from hydroslurm.observe.job import JobView
 from hydroslurm.observe.logs import follow_files
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.table import layout
@@ -79,12 +80,11 @@ def test_status(run: RunDir, tmp_path: Path) -> None:
     """Ranks, conditions, attempts: what is typed is told, all else is absent; also where the job
     has no spec. Nothing that lies there is a checkpoint."""
     view = JobView(run, _job(run))
-    found = view.seen
-    assert found.problem is None or found.problem.startswith(str(run.events))
-    for one in (*found.ranks, *filter(None, [view.condition])):
+    assert view.problem is None or view.problem.startswith(str(run.events))
+    for one in (*view.ranks, *filter(None, [view.condition])):
         json.dumps(vars(one), allow_nan=False)
     without_ranks = (*NO_FILES, "endless", "deep", "unclosed")
-    assert bool(found.ranks) == (run.root.name not in without_ranks)
+    assert bool(view.ranks) == (run.root.name not in without_ranks)
     for read in (AttemptLog(run.attempts_jsonl).attempts, Attempts(run.starts_jsonl).all):
         if run.root.name in NO_FILES:
             with pytest.raises(RunFolderError, match="cannot read"):
@@ -187,7 +187,7 @@ def test_no_such_folder_at_all(tmp_path: Path) -> None:
     """Names that are too long, or lead through a file, are as good as no folder."""
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file" / "run", tmp_path / ("x" * 5000), tmp_path / "gone"):
-        found = JobView(RunDir(root), _job(RunDir(root))).seen
+        found = JobView(RunDir(root), _job(RunDir(root)))
         assert found.ranks == ()
         watcher = Watcher(slurm(_job(RunDir(root))), user=None, policies=False)
         assert len(watcher.look().rows) == 1

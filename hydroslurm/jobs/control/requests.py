@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,7 +59,12 @@ class JobAnswer:
 def run_dir_of(job: Job) -> RunDir:
     """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone; of
     several trainings, that of the one which was last at work."""
-    return max(run_dirs_of(job), key=_last_told_ns)
+    return newest_of(run_dirs_of(job))
+
+
+def newest_of(folders: Sequence[RunDir]) -> RunDir:
+    """The one of these run folders whose training was last at work."""
+    return folders[0] if len(folders) == 1 else max(folders, key=_last_told_ns)
 
 
 def _last_told_ns(run: RunDir) -> int:

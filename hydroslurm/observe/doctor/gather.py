@@ -14,13 +14,14 @@ from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import CheckpointError, UntrustedFile, UsageError
-from hydroslurm.jobs.control.requests import find_job, run_dir_of
+from hydroslurm.jobs.control.requests import find_job, ranks_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
+from hydroslurm.observe.job import JobView
+from hydroslurm.observe.training import Training
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy
-from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.slurm.stops import requested_warnings
 from hydroslurm.slurm.values import Job, JobState
 from hydroslurm.training.cadence import Cadence
@@ -59,6 +60,11 @@ def gather(
     qoses = client.qoses() if by_qos else None
     name = (job.qos if job else qos) or ("normal" if by_qos else "")
     policy = site_policy(config, chosen, partitions=partitions, qos=name, qoses=qoses, job=job)
+    folder = None if run is None else RunDir(run)
+    if job is not None:
+        read = () if folder is None else (Training(folder).read(),)
+        view = JobView(folder or ranks_dir_of(job), job, followed=read)
+        folder = view.run
     return Facts(
         config=config,
         policy=policy,
@@ -68,16 +74,16 @@ def gather(
         script=_script_of(client, job) if job else script,
         untrusted=why_untrusted(run, shared=True),
         shared=why_untrusted(run, shared=False),
-        saver=Saver.UNKNOWN if job is None else saver_of(job, run),
-        vacate=slowest_vacate(run if job is None or run is not None else run_dir_of(job).root),
+        saver=Saver.UNKNOWN if job is None else saver_of(view),
+        vacate=slowest_vacate(folder),
     )
 
 
-def slowest_vacate(run: Path | None) -> VacateFacts | None:
+def slowest_vacate(run: RunDir | None) -> VacateFacts | None:
     """Return the slowest vacate among a run's ranks; None if none has vacated."""
     moves: list[tuple[float, int]] = []
     try:
-        for path in RunDir(run).rank_event_files().values() if run is not None else ():
+        for path in run.rank_event_files().values() if run is not None else ():
             for event in read_events(path, kinds=(EventKind.VACATED,)):
                 moved_bytes, took_s = event.data.get("moved_bytes"), event.data.get("moved_s")
                 if moved_bytes and took_s:
@@ -94,29 +100,15 @@ def slowest_vacate(run: Path | None) -> VacateFacts | None:
     )
 
 
-def saver_of(job: Job, run: Path | None = None) -> Saver:
-    """Return what would save at a stop, according to the events in the job's run folder.
-
-    A Run of an earlier attempt counts, since this one may not have reached it yet; a Run of another
-    job in the same folder does not.
-    """
-    folders = run_dirs_of(job) if run is None else (RunDir(run),)
-    wanted = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN, EventKind.INSTALLED)
-    seen: set[tuple[EventKind, int]] = set()
-    try:
-        for path in (file for folder in folders for file in folder.rank_event_files().values()):
-            events = read_events(path, kinds=wanted)
-            seen |= {(e.kind, e.restart_count) for e in events if e.job_id == job.job_id}
-    except OSError:
+def saver_of(view: JobView) -> Saver:
+    """Return what would save a job at a stop. A Run of an earlier attempt counts, since this one
+    may not have reached it yet."""
+    if view.saver:
+        return Saver.RUN if view.saver == "attempt_began" else Saver.TWO_CALLS
+    is_unread = view.problem is not None or any(view.silent)
+    if is_unread or view.job.state not in (JobState.RUNNING, JobState.SUSPENDED):
         return Saver.UNKNOWN
-    kinds = {kind for kind, _ in seen}
-    if EventKind.ATTEMPT_BEGAN in kinds:
-        return Saver.RUN
-    if EventKind.STOPS_TAKEN in kinds:
-        return Saver.TWO_CALLS
-    if job.state not in (JobState.RUNNING, JobState.SUSPENDED):
-        return Saver.UNKNOWN
-    here = any(restart_count == job.restart_count for _, restart_count in seen)
+    here = any(rank.job_id == view.job.job_id for rank in view.present)
     return Saver.NO_RUN if here else Saver.NOBODY
 
 

@@ -105,7 +105,7 @@ def test_an_unmodified_script_is_suspended_and_resumed(slurm: SlurmClient, folde
     assert [(answer.rank, answer.done) for answer in paused.answers] == [(0, True), (1, True)]
     job = slurm.job(number)
     assert job.state is JobState.SUSPENDED
-    ranks = JobView(run, job).seen.ranks
+    ranks = JobView(run, job).ranks
     assert [(rank.state, "slurm" in rank.causes) for rank in ranks] == [("parked", True)] * 2
     assert len({rank.pid for rank in ranks}) == 2
     wait_until(
@@ -120,7 +120,7 @@ def test_an_unmodified_script_is_suspended_and_resumed(slurm: SlurmClient, folde
 
     slurm.signal(slurm.job(number), "KILL")
     wait_until(lambda: slurm.job(number).state.has_ended, "Slurm has seen its end")
-    ranks = JobView(run, slurm.job(number)).seen.ranks
+    ranks = JobView(run, slurm.job(number)).ranks
     assert [rank.state for rank in ranks] == ["killed", "killed"]
 
 

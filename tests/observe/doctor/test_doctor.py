@@ -12,6 +12,7 @@ import pytest
 import typer
 from clusters import Part
 from processes import wait_until
+from statusfile import write_status
 from typer.testing import CliRunner
 
 from hydroslurm.checkpoint.manifest import Manifest
@@ -60,6 +61,7 @@ def _rank(work_dir: Path, job_id: str, kind: EventKind, *, folder: str = "") -> 
     log = EventLog(path)
     log.append(Event(kind, 1, 1, job_id=int(job_id)))
     log.close()
+    write_status(path)
 
 
 def _squeue(cluster: DevCluster, job_id: str, *options: str) -> str:
@@ -114,9 +116,9 @@ def test_requeue_with_a_running_job(requeue_cluster: Part, run: Doctor, tmp_path
         # it runs, and nobody in it has announced itself
         assert _severities(answer) == {"preemption": "risk", "save": "ok"}
         assert answer["saver"] == "nobody"
-        _rank(tmp_path, job_id, EventKind.INSTALLED)
-        assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
         _rank(tmp_path, "999999", EventKind.ATTEMPT_BEGAN, folder=job_id)
+        assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "nobody"
+        _rank(tmp_path, job_id, EventKind.INSTALLED)
         assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
         _rank(tmp_path, job_id, EventKind.ATTEMPT_BEGAN)
         answer = _json(run(requeue_cluster, job_id, "--json", "--save-s", "1"))
