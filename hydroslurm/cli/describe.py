@@ -101,7 +101,7 @@ def training_job_lines(view: JobView) -> list[str]:
 
 
 def _replica_lines(view: JobView) -> list[str]:
-    from hydroslurm.observe.job import replica_states
+    from hydroslurm.observe.replicas import replica_states
 
     states = replica_states(view)
     lines = []
@@ -130,11 +130,13 @@ def _command(view: JobView, spec: ReplicaSpec) -> str:
 
 
 def _tensorboard_lines(view: JobView) -> list[str]:
+    from hydroslurm.jobs.supervisor.tensorboard import read_address
+
     if view.spec.tensorboard is None:
         return []
     if view.is_over:
         return ["TensorBoard:  ended with the job"]
-    address = view.tensorboard
+    address = read_address(view.run.tensorboard_json)
     if address is None:
         return [f"TensorBoard:  does not answer now; see {view.run.tensorboard_log}"]
     lines = [f"TensorBoard:  {address.url} on {address.node}"]
@@ -163,7 +165,7 @@ def _attempt_line(attempt: Attempt) -> str:
 
 def plain_job_lines(view: JobView) -> list[str]:
     """Return describe's lines for a job without a spec."""
-    from hydroslurm.jobs.control.requests import member_of
+    from hydroslurm.observe.folders import member_of
 
     slurm = view.slurm
     lines = of_slurm(view, view.name)

@@ -107,8 +107,8 @@ def cancel(which: Which, all_elements: AllElements = False) -> None:
 
 def _cancel(client: SlurmClient, job: SlurmJob) -> None:
     from hydroslurm.errors import NotPermitted, WrongJobState
-    from hydroslurm.jobs.control.requests import ranks_dir_of
     from hydroslurm.observe.find import require_ours
+    from hydroslurm.observe.folders import ranks_dir_of
 
     require_ours(client, ranks_dir_of(job), job, str(job.id))
     if job.state.has_ended:
@@ -219,8 +219,7 @@ def _for_each(
     Exit status 1: something was not done."""
     from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import HydroslurmError, WrongJobState
-    from hydroslurm.jobs.control.requests import find_jobs
-    from hydroslurm.observe.find import locate, require_ours
+    from hydroslurm.observe.find import find_jobs, locate, require_ours
     from hydroslurm.slurm.client import open_client
 
     client = open_client()

@@ -32,7 +32,8 @@ def status(
     """Show a job's state in Slurm and what its ranks report."""
     from hydroslurm.core.jobid import JobId
     from hydroslurm.core.trust import user_name
-    from hydroslurm.jobs.control.requests import find_jobs, ranks_dir_of
+    from hydroslurm.observe.find import find_jobs
+    from hydroslurm.observe.folders import ranks_dir_of
     from hydroslurm.observe.job import JobView
     from hydroslurm.slurm.client import open_client
 
@@ -127,7 +128,7 @@ def _prefix(view: JobView, training: Training) -> str:
 def _member_lines(job: Job, view: JobView) -> list[str]:
     """Return lines of an elastic run or one of its members; none for other jobs."""
     from hydroslurm.cli.elastic import member_lines
-    from hydroslurm.jobs.control.requests import member_of
+    from hydroslurm.observe.folders import member_of
 
     if (member := member_of(job)) is not None:
         return member_lines(*member)
@@ -163,7 +164,7 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
 
 
 def _as_json(job: Job, view: JobView) -> dict[str, object]:
-    from hydroslurm.jobs.control.requests import member_of
+    from hydroslurm.observe.folders import member_of
 
     condition, member = view.condition, member_of(job)
     return {

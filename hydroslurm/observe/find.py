@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
+from hydroslurm.core import rundir
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import (
@@ -16,11 +18,15 @@ from hydroslurm.errors import (
     SlurmMissing,
     UsageError,
 )
-from hydroslurm.jobs.control.requests import find_job, member_of, ranks_dir_of, run_dir_of
+from hydroslurm.observe.folders import member_of, ranks_dir_of, run_dir_of
 from hydroslurm.observe.job import JobView, submission_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.run_folders import read_owner, run_dirs_of
 from hydroslurm.slurm.values import Job
+
+_SUBMITTED = re.compile(r"sbatch (/.+)/job\.sbatch", re.DOTALL)
+"""How we call sbatch: with a file in the run folder and nothing else."""
+_MOST_LISTED = 20
 
 
 def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
@@ -133,3 +139,53 @@ def _job_of_folder(client: SlurmClient, run: RunDir) -> Job | None:
         return find_job(client, JobId.parse(named)) if named is not None else None
     except (SlurmError, UsageError):
         return None
+
+
+def find_jobs(client: SlurmClient, job_id: JobId) -> tuple[Job, ...]:
+    """The job of an id, or all elements of an array; what slurmctld has forgotten as accounting has
+    it, the latest record of each.
+
+    Raises:
+        NoSuchJob: the accounting does not know it either.
+    """
+    try:
+        return client.jobs_of(job_id)
+    except NoSuchJob as unknown:
+        try:
+            latest = {job.id: job for job in client.history(job_id)}
+        except NoSuchJob:
+            raise unknown from None
+        return tuple(_commented(client, job) for job in latest.values())
+
+
+def find_job(client: SlurmClient, job_id: JobId) -> Job:
+    """The one job of an id, as :func:`find_jobs`.
+
+    Raises:
+        NoSuchJob: the accounting does not know it either.
+        UsageError: it means all elements of an array.
+    """
+    found = find_jobs(client, job_id)
+    (job, *others) = found
+    if others or job.id.tasks or job_id == JobId(job.array_job_id or 0):
+        listed = ", ".join(f"{one.id} ({one.state.value})" for one in found[:_MOST_LISTED])
+        more = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+        raise UsageError(
+            f"{job_id} is a job array; name the element that you mean: {listed}{more}. "
+            "Or pause, resume, requeue or cancel all of them with --all-elements"
+        )
+    return job
+
+
+def _commented(client: SlurmClient, job: Job) -> Job:
+    """The job with the comment that leads to its run folder. Accounting keeps comments only where
+    AccountingStoreFlags says so, but always the command line of sbatch."""
+    if job.comment:
+        return job
+    try:
+        match = _SUBMITTED.fullmatch(client.submit_line(job))
+    except SlurmError:
+        match = None
+    if match is None:
+        return job
+    return replace(job, comment=rundir.comment_for(RunDir(Path(match[1]))))

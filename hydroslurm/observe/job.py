@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, Saver, read_status
 from hydroslurm.errors import LaunchError, RunFolderError, SpecError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import ranks_dirs_of
 from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.jobs.supervisor.attempts import (
@@ -35,9 +34,7 @@ from hydroslurm.jobs.supervisor.conditions import (
     final_condition,
     read_conditions,
 )
-from hydroslurm.jobs.supervisor.exit_policy import format_status
-from hydroslurm.jobs.supervisor.job_step import TaskExits
-from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
+from hydroslurm.observe.folders import ranks_dirs_of
 from hydroslurm.observe.history import (
     PlainAttempt,
     all_pauses,
@@ -174,11 +171,6 @@ class JobView:
     def plain_attempts(self) -> tuple[PlainAttempt, ...]:
         """Of a job without a spec, as accounting or its first rank tells; oldest first."""
         return tuple(attempts_of(self.run, self.events, self.records))
-
-    @property
-    def tensorboard(self) -> Address | None:
-        """Where it answers now."""
-        return read_address(self.run.tensorboard_json)
 
     @property
     def restarts(self) -> int:
@@ -622,36 +614,3 @@ def submission_of(run: RunDir) -> Submission | None:
         return submission.read(run.root)
     except RunFolderError:
         return None
-
-
-def replica_states(view: JobView) -> dict[str, str]:
-    """Replica -> its state in the latest attempt: ``running``, ``ended with status 137 (SIGKILL)``
-    and the like, in the order of ranks."""
-    if view.plan is None:
-        return {}
-    if not view.attempts:
-        return dict.fromkeys(view.plan.replicas, "not started yet")
-    attempt = view.attempts[-1]
-    ends = TaskExits(view.run.srun_log(attempt.number))
-    ends.look()
-    if attempt.ending is not None:
-        otherwise = f"ended with attempt {attempt.number} ({attempt.ending.value})"
-    else:
-        otherwise = _unended(view)
-    return {name: _state(view.plan, name, ends.statuses, otherwise) for name in view.plan.replicas}
-
-
-def _unended(view: JobView) -> str:
-    """Of an attempt whose end nobody has written down."""
-    state = None if view.slurm is None else view.slurm.state
-    if state is None or state in (JobState.RUNNING, JobState.SUSPENDED):
-        return "running" if state is not JobState.SUSPENDED else "suspended"
-    return "ended with the job" if state.has_ended else "interrupted"
-
-
-def _state(plan: Plan, name: str, statuses: Mapping[int, int], otherwise: str) -> str:
-    own = [number for number, task in enumerate(plan.tasks) if task.replica == name]
-    ended = [statuses[number] for number in own if number in statuses]
-    if len(ended) < len(own):
-        return otherwise
-    return f"ended with status {format_status(max(ended))}"

@@ -10,7 +10,7 @@ from functools import cached_property
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
-from hydroslurm.jobs.control.requests import newest_of, ranks_dirs_of
+from hydroslurm.observe.folders import newest_of, ranks_dirs_of
 from hydroslurm.observe.job import JobView
 from hydroslurm.observe.training import Training
 from hydroslurm.slurm.client import SlurmClient

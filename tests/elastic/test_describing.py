@@ -20,7 +20,7 @@ from hydroslurm.core.rundir import RunDir, comment_for_members
 from hydroslurm.elastic.coordinator import Coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import MemberState, Send, Size
-from hydroslurm.jobs.control.requests import ranks_dir_of
+from hydroslurm.observe.folders import ranks_dir_of
 from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.values import Job, JobState
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydroslurm.core import rundir
 from hydroslurm.core.ack import (
     Answer,
     Judge,
@@ -19,24 +17,17 @@ from hydroslurm.core.ack import (
     wait_for_answers,
 )
 from hydroslurm.core.jobid import JobId
-from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import RankStatus, read_status, status_of
 from hydroslurm.errors import (
-    NoSuchJob,
     NotPermitted,
-    SlurmError,
     TargetError,
-    UsageError,
     WrongJobState,
 )
 from hydroslurm.jobs.control.listeners import Verb, listeners
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
 from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.vacate.request import ask_to_vacate
-
-_SUBMITTED = re.compile(r"sbatch (/.+)/job\.sbatch", re.DOTALL)
-"""How we call sbatch: with a file in the run folder and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -54,97 +45,6 @@ class JobAnswer:
     how: str
     answers: tuple[Answer, ...]
     silent: tuple[int, ...]
-
-
-def run_dir_of(job: Job) -> RunDir:
-    """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone; of
-    several trainings, that of the one which was last at work."""
-    return newest_of(run_dirs_of(job))
-
-
-def newest_of(folders: Sequence[RunDir]) -> RunDir:
-    """The one of these run folders whose training was last at work."""
-    return folders[0] if len(folders) == 1 else max(folders, key=_last_told_ns)
-
-
-def _last_told_ns(run: RunDir) -> int:
-    try:
-        return run.rank_status(0).stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def member_of(job: Job) -> tuple[RunDir, str] | None:
-    """The elastic run that this array element is a member of, and the member's name; None of any
-    other job."""
-    run = rundir.elastic_run_of(job.comment)
-    return None if run is None or job.array_task_id is None else (run, str(job.id))
-
-
-def ranks_dir_of(job: Job) -> RunDir:
-    """Where the ranks of a job write: its run folder, or its member's part of that of a run."""
-    if (member := member_of(job)) is not None:
-        run, name = member
-        return RunDir(run.elastic / "members" / name)
-    return run_dir_of(job)
-
-
-def ranks_dirs_of(job: Job) -> tuple[RunDir, ...]:
-    """The same of the ranks of all its trainings."""
-    return run_dirs_of(job) if member_of(job) is None else (ranks_dir_of(job),)
-
-
-def find_jobs(client: SlurmClient, job_id: JobId) -> tuple[Job, ...]:
-    """The job of an id, or all elements of an array; what slurmctld has forgotten as accounting has
-    it, the latest record of each.
-
-    Raises:
-        NoSuchJob: the accounting does not know it either.
-    """
-    try:
-        return client.jobs_of(job_id)
-    except NoSuchJob as unknown:
-        try:
-            latest = {job.id: job for job in client.history(job_id)}
-        except NoSuchJob:
-            raise unknown from None
-        return tuple(_commented(client, job) for job in latest.values())
-
-
-def find_job(client: SlurmClient, job_id: JobId) -> Job:
-    """The one job of an id, as :func:`find_jobs`.
-
-    Raises:
-        NoSuchJob: the accounting does not know it either.
-        UsageError: it means all elements of an array.
-    """
-    found = find_jobs(client, job_id)
-    (job, *others) = found
-    if others or job.id.tasks or job_id == JobId(job.array_job_id or 0):
-        listed = ", ".join(f"{one.id} ({one.state.value})" for one in found[:_MOST_LISTED])
-        more = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
-        raise UsageError(
-            f"{job_id} is a job array; name the element that you mean: {listed}{more}. "
-            "Or pause, resume, requeue or cancel all of them with --all-elements"
-        )
-    return job
-
-
-_MOST_LISTED = 20
-
-
-def _commented(client: SlurmClient, job: Job) -> Job:
-    """The job with the comment that leads to its run folder. Accounting keeps comments only where
-    AccountingStoreFlags says so, but always the command line of sbatch."""
-    if job.comment:
-        return job
-    try:
-        match = _SUBMITTED.fullmatch(client.submit_line(job))
-    except SlurmError:
-        match = None
-    if match is None:
-        return job
-    return replace(job, comment=rundir.comment_for(RunDir(Path(match[1]))))
 
 
 def pause_job(

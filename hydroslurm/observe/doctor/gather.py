@@ -14,9 +14,10 @@ from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import CheckpointError, UntrustedFile, UsageError
-from hydroslurm.jobs.control.requests import find_job, ranks_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
+from hydroslurm.observe.find import find_job
+from hydroslurm.observe.folders import ranks_dir_of
 from hydroslurm.observe.job import JobView
 from hydroslurm.observe.training import Training
 from hydroslurm.slurm.client import SlurmClient

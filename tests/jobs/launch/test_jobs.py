@@ -18,8 +18,9 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import pause_job, ranks_dir_of, requeue_job, resume_job
+from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
+from hydroslurm.observe.folders import ranks_dir_of
 from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
