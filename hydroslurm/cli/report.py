@@ -98,7 +98,7 @@ def _report_run(
     history = read_history(folder)
     # drawing takes longest: start it before importing anything else
     pictures = None if no_picture else start_pictures(history, run)
-    from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
+    from hydroslurm.report.external_sources import Accounting, ask_slurm
     from hydroslurm.report.figures import Report
     from hydroslurm.report.nsys import profiles_in
     from hydroslurm.report.views import report_view
@@ -111,8 +111,7 @@ def _report_run(
         accounting = Accounting(missing=("Slurm was not asked (--no-slurm).",))
     else:
         accounting = ask_slurm(connect, history.attempts)
-    sources = ExternalSources(accounting=accounting, profiles=profiles, missing=missing)
-    result = Report(history, sources)
+    result = Report(history, accounting, profiles, unread=missing)
     _print(json.dumps(result.figures.as_dict()) if as_json else _rendered(report_view(result)))
     # after printing: another user's folder can be reported on, but not written
     for path in write_all(result, run, pictures=pictures):

@@ -1,5 +1,6 @@
 """Sources besides the event log (Slurm's accounting and nsys profiles), joined to the log's pauses
-and stops.
+and stops: a pause or stop of a profile is the log's with the same process and the same request
+stamp, to the nanosecond.
 
 Slurm's timestamps are whole seconds of the controller's date. An attempt in Slurm's accounting is
 the one in the event log whose first event it contains: job ids alone are not enough, as another
@@ -10,15 +11,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hydroslurm.core.figure import figure
-from hydroslurm.core.files import clean
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmError, SlurmMissing
-from hydroslurm.report.attempts import Attempt, StopRequest
+from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.history import History
 from hydroslurm.report.lines import span
 from hydroslurm.report.nsys import Profile, ProfiledPause, ProfiledStop
@@ -101,54 +100,6 @@ def _no_answer(error: SlurmError) -> str:
     return f"Slurm could not be asked: {why if len(why) <= _MOST else why[:_MOST] + ' ...'}"
 
 
-@dataclass(frozen=True)
-class ExternalSources:
-    """Other sources, each joined to the log by what both hold.
-
-    Attributes:
-        accounting: Slurm's answers.
-        profiles: nsys reports. A pause or stop of theirs is the log's with the same process and
-            the same request stamp, to the nanosecond.
-        missing: sources that could not be read, in sentences.
-    """
-
-    accounting: Accounting = field(default_factory=Accounting)
-    profiles: tuple[Profile, ...] = ()
-    missing: tuple[str, ...] = ()
-
-    def profiled_pause(self, attempt: Attempt, pause: Pause) -> ProfiledPause | None:
-        request_ns = pause.requested_mono_ns
-        return None if request_ns is None else self._pauses.get((attempt.pid, request_ns))
-
-    def profiled_stop(self, attempt: Attempt, request: StopRequest | None) -> ProfiledStop | None:
-        return self._stops.get((attempt.pid, request.requested_mono_ns)) if request else None
-
-    @cached_property
-    def _pauses(self) -> dict[tuple[int, int | None], ProfiledPause]:
-        return {
-            (p.pid, p.requested_mono_ns): p for profile in self.profiles for p in profile.pauses
-        }
-
-    @cached_property
-    def _stops(self) -> dict[tuple[int, int | None], ProfiledStop]:
-        return {(s.pid, s.requested_mono_ns): s for profile in self.profiles for s in profile.stops}
-
-    def sentences(self, history: History) -> list[str]:
-        """Return what is missing, and which profiles do not belong to this run, in sentences."""
-        pids = {attempt.pid for attempt in history.attempts}
-        sentences = [*history.missing, *self.accounting.missing, *self.missing]
-        for profile in self.profiles:
-            sentences += [f"{profile.path.name}: {sentence}" for sentence in profile.missing]
-            if history.attempts and not pids & set(profile.pids):
-                sentences.append(f"{profile.path.name}: it holds no process of this run.")
-        return [_sentence(text) for text in sentences]
-
-
-def _sentence(text: str) -> str:
-    text = clean(text, most=2000)
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
 def _attempts(client: SlurmClient, job_id: int, missing: list[str]) -> list[SlurmAttempt]:
     """Return a job's attempts from accounting; without it, the one slurmctld still knows."""
     try:
@@ -209,9 +160,12 @@ class PauseRow(NamedTuple):
         )
 
 
-def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
+def pause_rows(
+    history: History, accounting: Accounting, profiles: Iterable[Profile]
+) -> list[PauseRow]:
     """Return all pauses of a run, by rank, then time."""
     asked = _Asked(history)
+    profiled = {(p.pid, p.requested_mono_ns): p for profile in profiles for p in profile.pauses}
     return [
         PauseRow(
             attempt,
@@ -220,22 +174,35 @@ def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
             if pause.begin_mono_ns is None
             else history.since_begin_s(attempt, pause.begin_mono_ns),
             asked.before_us(attempt, pause),
-            _stopped_us(pause, sources.accounting.suspend_grace_s),
-            _profiled(pause, sources.profiled_pause(attempt, pause)),
+            _stopped_us(pause, accounting.suspend_grace_s),
+            _profiled(pause, profiled.get((attempt.pid, pause.requested_mono_ns))),
         )
         for attempt in history.attempts
         for pause in attempt.pauses
     ]
 
 
-def joined_stop(history: History, sources: ExternalSources, stopped: Stopped) -> Stop:
-    """Return a stop with all that other sources know of it."""
+def stopped_rows(
+    history: History, accounting: Accounting, profiles: Iterable[Profile]
+) -> list[Stopped]:
+    """Return all stops of a run, with all that other sources know of them; by rank, then time."""
+    profiled = {(s.pid, s.requested_mono_ns): s for profile in profiles for s in profile.stops}
+    rows = []
+    for stopped in history.stopped:
+        asked = stopped.attempt.stops[:1]
+        seen = profiled.get((stopped.attempt.pid, asked[0].requested_mono_ns)) if asked else None
+        rows.append(replace(stopped, stop=_joined(history, accounting, seen, stopped)))
+    return rows
+
+
+def _joined(
+    history: History, accounting: Accounting, seen: ProfiledStop | None, stopped: Stopped
+) -> Stop:
     attempt, following, stop = stopped.attempt, stopped.following, stopped.stop
-    before = sources.accounting.of(attempt)
-    after = sources.accounting.of(following) if following else None
+    before = accounting.of(attempt)
+    after = accounting.of(following) if following else None
     if after is None and before is not None:
-        after = sources.accounting.after(before)  # still waiting, or without an event yet
-    seen = sources.profiled_stop(attempt, attempt.stops[0] if attempt.stops else None)
+        after = accounting.after(before)  # still waiting, or without an event yet
     end_s = before.end_epoch_s if before else None
     eligible_s = after.eligible_epoch_s if after else None
     started_s = after.start_epoch_s if after else None
@@ -273,7 +240,7 @@ def _stopped_us(pause: Pause, grace_s: int | None) -> float | None:
 
 
 def _profiled(pause: Pause, seen: ProfiledPause | None) -> Profiled | None:
-    if seen is None:
+    if seen is None or pause.requested_mono_ns is None:
         return None
     begin_ns, resume_ns = pause.requested_mono_ns, pause.resume_requested_mono_ns
     park_us = span(begin_ns, seen.parked_mono_ns, 1e3)

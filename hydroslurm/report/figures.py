@@ -10,21 +10,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from hydroslurm.core.figure import figure, required
+from hydroslurm.core.files import clean
 from hydroslurm.core.goodput import Goodput
 from hydroslurm.report.clocks import Alignment
 from hydroslurm.report.external_sources import (
     Accounting,
-    ExternalSources,
     PauseRow,
-    joined_stop,
     pause_rows,
+    stopped_rows,
 )
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import History, Summary, summary
@@ -156,15 +156,35 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """A run with its other sources; tables, page and figures derive from it."""
+    """A run with its other sources; tables, page and figures derive from it.
+
+    Attributes:
+        accounting: Slurm's answers.
+        profiles: nsys reports.
+        unread: sources that could not be read, in sentences.
+    """
 
     history: History
-    sources: ExternalSources = field(default_factory=ExternalSources)
+    accounting: Accounting = field(default_factory=Accounting)
+    profiles: tuple[Profile, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """What is missing, and which profiles do not belong to this run, in sentences."""
+        history = self.history
+        pids = {attempt.pid for attempt in history.attempts}
+        sentences = [*history.missing, *self.accounting.missing, *self.unread]
+        for profile in self.profiles:
+            sentences += [f"{profile.path.name}: {sentence}" for sentence in profile.missing]
+            if history.attempts and not pids & set(profile.pids):
+                sentences.append(f"{profile.path.name}: it holds no process of this run.")
+        return [_sentence(text) for text in sentences]
 
     @cached_property
     def pauses(self) -> list[PauseRow]:
         """All pauses, by rank, then time."""
-        return pause_rows(self.history, self.sources)
+        return pause_rows(self.history, self.accounting, self.profiles)
 
     @cached_property
     def pauses_in_time(self) -> list[PauseRow]:
@@ -175,10 +195,7 @@ class Report:
     @cached_property
     def stopped(self) -> list[Stopped]:
         """The stops with their attempts, by rank, then time."""
-        return [
-            replace(stopped, stop=joined_stop(self.history, self.sources, stopped))
-            for stopped in self.history.stopped
-        ]
+        return stopped_rows(self.history, self.accounting, self.profiles)
 
     @cached_property
     def stopped_in_time(self) -> list[Stopped]:
@@ -189,8 +206,13 @@ class Report:
         return _figures(self)
 
 
+def _sentence(text: str) -> str:
+    text = clean(text, most=2000)
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def _figures(report: Report) -> Figures:
-    history, sources, pauses = report.history, report.sources, report.history.pauses
+    history, pauses = report.history, report.history.pauses
     return Figures(
         run=history.name,
         job_ids=history.job_ids,
@@ -212,11 +234,11 @@ def _figures(report: Report) -> Figures:
         every_pause=tuple(row.joined for row in report.pauses[:MOST_ROWS]),
         every_pause_left_out=max(0, len(report.pauses) - MOST_ROWS),
         stops=_stops([s.stop for s in report.stopped]),
-        goodput=goodput_of(history, sources),
+        goodput=goodput_of(history, report.accounting),
         clocks=history.alignment,
-        slurm=sources.accounting,
-        nsys=_nsys(report.pauses, sources),
-        missing=tuple(sources.sentences(history)),
+        slurm=report.accounting,
+        nsys=_nsys(report),
+        missing=tuple(report.missing),
     )
 
 
@@ -280,12 +302,12 @@ def _stops(rows: Sequence[Stop]) -> StopsFigures:
     )
 
 
-def _nsys(rows: list[PauseRow], sources: ExternalSources) -> NsysFigures | None:
-    if not sources.profiles:
+def _nsys(report: Report) -> NsysFigures | None:
+    if not report.profiles:
         return None
-    seen = [row.nsys for row in rows if row.nsys is not None]
+    seen = [row.nsys for row in report.pauses if row.nsys is not None]
     return NsysFigures(
-        profiles=tuple(map(_profile, sources.profiles)),
+        profiles=tuple(map(_profile, report.profiles)),
         joined=len(seen),
         **_summaries(NsysFigures, seen),
     )

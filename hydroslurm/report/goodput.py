@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 from hydroslurm.core.goodput import Account, Goodput
 from hydroslurm.report.attempts import Attempt
-from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.external_sources import Accounting
 from hydroslurm.report.history import History
 
 
-def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
+def goodput_of(history: History, accounting: Accounting) -> Goodput | None:
     """Compute the goodput; None for a run without events."""
     if not history.attempts:
         return None
     attempts = history.attempts_of(history.ranks[0])
-    allocations = _allocations(history, sources, attempts)
+    allocations = _allocations(history, accounting, attempts)
     account = Account()
     for allocation in allocations:
         at_s = allocation.begin_s
@@ -34,7 +34,7 @@ def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
         else:
             account.goodput.unknown_s += rest_s
     begin_s = min(a.begin_s for a in allocations)
-    first = sources.accounting.of(attempts[0])
+    first = accounting.of(attempts[0])
     if first is not None and first.submit_epoch_s is not None:
         begin_s = min(begin_s, _since_begin(history, first.submit_epoch_s, 0.0))
     goodput = account.result(
@@ -58,14 +58,14 @@ class _Allocation:
 
 
 def _allocations(
-    history: History, sources: ExternalSources, attempts: Sequence[Attempt]
+    history: History, accounting: Accounting, attempts: Sequence[Attempt]
 ) -> list[_Allocation]:
     """Return the allocations in order of time, without overlaps."""
     by_attempt: dict[object, _Allocation] = {}
     for attempt in attempts:
         begin_s = history.begin_s(attempt)
         end_s = history.since_begin_s(attempt, attempt.last_mono_ns)
-        known = sources.accounting.of(attempt)
+        known = accounting.of(attempt)
         key: object = known or id(attempt)
         if known is None:
             by_attempt[key] = _Allocation(begin_s, end_s, False, [attempt])

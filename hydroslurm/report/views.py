@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.external_sources import Accounting
 from hydroslurm.report.figures import Figures, Report
 from hydroslurm.report.history import LATENCIES, Kind
 from hydroslurm.report.nsys import Profile, profile_heading, profile_sentences, profile_tables
@@ -48,7 +48,7 @@ def report_view(report: Report, *, max_rows: int = MOST_IN_TERMINAL) -> Renderab
     elif not history.pauses:
         heard = not any(attempt.lost_signals for attempt in history.attempts)
         parts.append(Text("Nothing was paused." if heard else _NOT_HEARD))
-    tables = [_slurm_table(report.sources), _goodput_table(report.figures)]
+    tables = [_slurm_table(report.accounting), _goodput_table(report.figures)]
     parts += [in_terminal(table) for table in tables if table and table.rows]
     return Group(*parts, *below)
 
@@ -76,7 +76,7 @@ def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    sources, figures = report.sources, report.figures
+    figures = report.figures
     tables = [
         _goodput_table(figures),
         _latency_table(figures, "pause", "nsys", "save", "stop", title="Latencies"),
@@ -85,7 +85,7 @@ def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
     ]
     return environment.get_template("page.html.j2").render(
         figures=figures,
-        jobs=sources.accounting.names(figures.job_ids),
+        jobs=report.accounting.names(figures.job_ids),
         pictures=[(alt, base64.b64encode(png).decode()) for alt, png in pictures],
         tables=[table for table in tables if table and table.rows],
         sentences=_sentences_below(report),
@@ -144,7 +144,7 @@ def _cut(table: Table, what: str) -> list[RenderableType]:
 def _sentences_below(report: Report) -> Sequence[str]:
     history = report.history
     clocks = [history.alignment.message] if history.attempts else []
-    return [*clocks, *report.sources.sentences(history)]
+    return [*clocks, *report.missing]
 
 
 def _together_sentences(report: Report) -> list[str]:
@@ -168,7 +168,7 @@ def _together_sentences(report: Report) -> list[str]:
 
 def _heading(report: Report) -> str:
     figures = report.figures
-    jobs = report.sources.accounting.names(figures.job_ids)
+    jobs = report.accounting.names(figures.job_ids)
     parts = [
         f"run {figures.run}",
         f"job {jobs}" if jobs else "no Slurm job",
@@ -284,11 +284,11 @@ def _goodput_table(figures: Figures) -> Table | None:
     )
 
 
-def _slurm_table(sources: ExternalSources) -> Table:
+def _slurm_table(accounting: Accounting) -> Table:
     """Make the table of the jobs' attempts in Slurm's accounting."""
-    attempts = sources.accounting.attempts
+    attempts = accounting.attempts
     columns = (
-        Column("job", lambda a: sources.accounting.names([a.job_id]), left=True),
+        Column("job", lambda a: accounting.names([a.job_id]), left=True),
         Column("ended", lambda a: a.state, left=True),
         Column("not eligible (s)", lambda a: _span(a.submit_epoch_s, a.eligible_epoch_s)),
         Column("queued (s)", lambda a: _span(a.eligible_epoch_s, a.start_epoch_s)),

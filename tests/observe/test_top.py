@@ -23,7 +23,7 @@ from processes import captured, free_port, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.external_sources import Accounting
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.reading import read_history
 
@@ -183,7 +183,7 @@ def test_goodput_while_it_runs(scene: Scene) -> None:
         done = captured([*HYDROSLURM, verb, scene.trains], env=scene.environ, timeout=60)
         assert re.search(r"goodput 0\.\d\d of \d+ s, steps lost: 0, restarts: 1", done.stdout), verb
     live, run = told(), RunDir(scene.folder / "hydroslurm-runs" / scene.trains)
-    report = goodput_of(read_history(run.root), ExternalSources())
+    report = goodput_of(read_history(run.root), Accounting())
     assert (live["restarts"], live["steps_lost"], live["at_most"]) == (1, 0, False)
     assert live["steps"] > before["steps"]
     assert live["restart_s"] > 0

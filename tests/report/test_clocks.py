@@ -8,7 +8,7 @@ from report.ranklog import RankLog
 from hydroslurm.core.events import EventKind
 from hydroslurm.report.attempts import Attempt, DateWatch, attempts_of
 from hydroslurm.report.clocks import align
-from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.external_sources import Accounting
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import History
 
@@ -99,7 +99,7 @@ def test_the_attempts_of_one_boot_are_counted_by_its_one_clock() -> None:
     aligned, alignment = align([*attempts, *attempts_of(reboot.events)])
     history = History(name="x", attempts=aligned, alignment=alignment)
     assert [stop.waited_s for stop in history.stops] == [pytest.approx(7)] * 3
-    goodput = goodput_of(history, ExternalSources())
+    goodput = goodput_of(history, Accounting())
     assert goodput is not None
     assert goodput.queued_s == pytest.approx(21)
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hydroslurm.cli import app
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.report.external_sources import Accounting, ExternalSources
+from hydroslurm.report.external_sources import Accounting
 from hydroslurm.report.figures import reference, schema, schema_text
 from hydroslurm.report.history import History, summary
 from hydroslurm.report.reading import read_history
@@ -73,8 +73,8 @@ def test_figures_of_everything_and_of_nothing_are_valid(tmp_path: Path) -> None:
         SlurmAttempt(7, n, "REQUEUED", *(1_700_000_000 + at for at in moments), suspended_s=1)
         for n, moments in enumerate(((-5, -4, -2, 11), (11, 15, 18, 40)))
     )
-    sources = ExternalSources(Accounting(attempts, 2), (profile_of(tmp_path, 1),), ("something",))
-    full = figures_of(history, sources)
+    sources = (Accounting(attempts, 2), (profile_of(tmp_path, 1),), ("something",))
+    full = figures_of(history, *sources)
     assert full.every_pause[0].nsys is not None
     assert full.stops.every_stop[0].slurm_after is not None
     for figures in (full, figures_of(history), figures_of(History(name="x"))):

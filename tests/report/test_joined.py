@@ -15,7 +15,7 @@ from hydroslurm.core.goodput import Goodput
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.status import RankStatus, fold
 from hydroslurm.errors import NoSuchJob, SlurmMissing
-from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
+from hydroslurm.report.external_sources import Accounting, ask_slurm
 from hydroslurm.report.figures import Report
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.stops import SlurmAttempt
@@ -62,17 +62,13 @@ class Answers:
 def test_a_stop_up_to_the_next_start() -> None:
     """Eligible, queue, and start of the process come from Slurm's two attempts; of a job whose next
     one is in the queue what is known of it."""
-    (row,) = Report(
-        history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))
-    ).figures.stops.every_stop
+    (row,) = figures_of(history_of(*requeued()), Accounting(ATTEMPTS, 2)).stops.every_stop
     assert (row.slurm_before, row.slurm_after) == ATTEMPTS
     assert (row.eligible_s, row.queued_s) == (6.0, 11.0)
     assert row.start_s == pytest.approx(2.0)
     assert row.left_s == pytest.approx(0.1)
     waiting = (ATTEMPTS[0], dataclasses.replace(ATTEMPTS[1], state="PENDING", start_epoch_s=None))
-    (row,) = Report(
-        history_of(requeued()[0]), ExternalSources(Accounting(waiting, 2))
-    ).figures.stops.every_stop
+    (row,) = figures_of(history_of(requeued()[0]), Accounting(waiting, 2)).stops.every_stop
     assert (row.eligible_s, row.queued_s, row.start_s) == (6.0, None, None)
 
 
@@ -83,7 +79,7 @@ def test_sigstop(for_s: float, grace_s: int | None, stopped_us: float | None) ->
     """Slurm's SIGSTOP comes with the site's grace, unless the resume came before, and is not made
     up where the site was not asked."""
     history = history_of(RankLog().installed().pause(4, for_s=for_s))
-    (row,) = Report(history, ExternalSources(Accounting((), grace_s))).pauses
+    (row,) = Report(history, Accounting((), grace_s)).pauses
     assert row.stopped_us == stopped_us
 
 
@@ -91,7 +87,7 @@ def test_held_for_another_rank() -> None:
     """A rank that was told by another counts from that one's signal."""
     signalled = RankLog(rank=0, pid=10).installed().pause(4, cause="user")
     told = RankLog(rank=1, pid=11).installed().pause(4.0005, cause="peers")
-    own, peers = Report(history_of(signalled, told), ExternalSources()).pauses
+    own, peers = Report(history_of(signalled, told)).pauses
     assert own.asked_us is None
     assert peers.asked_us == pytest.approx(500, abs=1)
 
@@ -101,8 +97,8 @@ def test_nsys_beside_the_log(tmp_path: Path) -> None:
     table of the full report cuts a number or a heading off."""
     history = history_of(*requeued())
     profile = profile_of(tmp_path, 1)
-    sources = ExternalSources(Accounting(ATTEMPTS, 2), profiles=(profile,))
-    rows = Report(history, sources)
+    sources = (Accounting(ATTEMPTS, 2), (profile,))
+    rows = Report(history, *sources)
     (row,), (stop,) = rows.pauses, [one.stop for one in rows.stopped]
     assert row.nsys is not None
     assert row.nsys.difference_us == pytest.approx(220, abs=2)
@@ -110,9 +106,9 @@ def test_nsys_beside_the_log(tmp_path: Path) -> None:
     kernels_us = (row.nsys.last_kernel_us, row.nsys.first_kernel_us)
     assert kernels_us == pytest.approx((32, 90), abs=2)
     assert stop.nsys_committed_ms == pytest.approx(50, abs=0.01)
-    nsys = figures_of(history, sources).nsys
+    nsys = figures_of(history, *sources).nsys
     assert (nsys.joined, nsys.profiles[0].error_us) == (1, (profile.alignment_error_ns or 0) / 1e3)
-    lines = shown(history, sources)
+    lines = shown(history, *sources)
     assert any("The same pauses by nsys" in line for line in lines)
     assert not any("…" in line or len(line) > 80 for line in lines)
     table = pauses_table(rows, wide=True)
@@ -126,8 +122,8 @@ def test_nsys_beside_the_log(tmp_path: Path) -> None:
 
 def test_a_profile_of_another_run(tmp_path: Path) -> None:
     """A profile with other processes joins nothing, and that is said, with what it lacks."""
-    sources = ExternalSources(profiles=(profile_of(tmp_path, 999, kernels=False),))
-    words = " ".join(" ".join(shown(history_of(requeued()[0]), sources)).split())
+    profiles = (profile_of(tmp_path, 999, kernels=False),)
+    words = " ".join(" ".join(shown(history_of(requeued()[0]), Accounting(), profiles)).split())
     assert "it holds no process of this run" in words
     assert "profiled without --trace=cuda" in words
 
@@ -158,7 +154,7 @@ def test_slurm_that_does_not_know(error: Exception | None) -> None:
     history = history_of(*requeued())
     answer = ask_slurm(lambda: Answers(error=error), history.attempts)  # type: ignore[arg-type, return-value]
     assert answer.attempts == ()
-    words = " ".join(" ".join(shown(history, ExternalSources(answer))).split())
+    words = " ".join(" ".join(shown(history, answer)).split())
     assert ("no program sacct" if error else "accounting has nothing") in words
 
 
@@ -167,7 +163,7 @@ PARTS = ("productive", "made_again", "saving", "parked", "starting", "leaving", 
 
 
 def goodput(*logs: RankLog, slurm: tuple[SlurmAttempt, ...] = ()) -> Goodput:
-    found = goodput_of(history_of(*logs), ExternalSources(Accounting(slurm)))
+    found = goodput_of(history_of(*logs), Accounting(slurm))
     assert found is not None
     parts = sum(getattr(found, f"{name}_s") for name in PARTS)
     assert parts == pytest.approx(found.allocated_s, abs=1e-6)

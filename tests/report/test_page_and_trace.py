@@ -14,7 +14,6 @@ from report.ranklog import RankLog
 from report.views import history_of
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Report
 from hydroslurm.report.history import History
 from hydroslurm.report.trace import MOST_EVENTS, trace_of
@@ -48,7 +47,7 @@ class Reader(HTMLParser):
 
 
 def page_of(history: History, *, missing: tuple[str, ...] = ()) -> str:
-    report = Report(history, ExternalSources(missing=missing))
+    report = Report(history, unread=missing)
     return page(report, pictures=[("a <b>picture</b>", b"\x89PNG")])
 
 

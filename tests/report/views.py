@@ -12,7 +12,6 @@ from report.ranklog import RankLog
 from rich.console import Console
 
 from hydroslurm.report.attempts import attempts_of
-from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures, Report
 from hydroslurm.report.history import History
 from hydroslurm.report.views import report_view
@@ -24,22 +23,15 @@ def history_of(*logs: RankLog, name: str = "run") -> History:
     return History(name=name, attempts=attempts_of(events))
 
 
-def figures_of(history: History, sources: ExternalSources | None = None) -> Figures:
-    """The figures of a run."""
-    return Report(history, sources or ExternalSources()).figures
+def figures_of(history: History, *sources: Any) -> Figures:
+    """The figures of a run with these sources, as of :class:`Report`."""
+    return Report(history, *sources).figures
 
 
-def shown(
-    history: History,
-    sources: ExternalSources | None = None,
-    *,
-    width: int = 80,
-    max_rows: int = 40,
-) -> list[str]:
+def shown(history: History, *sources: Any, width: int = 80, max_rows: int = 40) -> list[str]:
     """The lines of the report in a terminal."""
     console = Console(file=io.StringIO(), width=width)
-    report = Report(history, sources or ExternalSources())
-    console.print(report_view(report, max_rows=max_rows))
+    console.print(report_view(Report(history, *sources), max_rows=max_rows))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 

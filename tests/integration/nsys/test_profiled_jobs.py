@@ -14,7 +14,7 @@ from hydroslurm.core.events import Event, EventKind
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.errors import WrongJobState
 from hydroslurm.jobs.control.requests import JobAnswer, requeue_job
-from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
+from hydroslurm.report.external_sources import Accounting, ask_slurm
 from hydroslurm.report.figures import Report
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.nsys import Profile, ProfiledPause, profiles_in, read_profile
@@ -203,15 +203,14 @@ def test_the_report_of_the_requeued_and_cancelled_job(job: Job, cluster: DevClus
     assert accounting.suspend_grace_s == 2
     found = [accounting.of(attempt) for attempt in history.attempts]
     assert found == list(accounting.attempts)
-    sources = ExternalSources(accounting)
-    first, _ = Report(history, sources).figures.stops.every_stop
+    first, _ = Report(history, accounting).figures.stops.every_stop
     assert first.samples_lost == 0  # the loader told how many a step has
     parts_s = [
         part for part in (first.eligible_s, first.queued_s, first.start_s) if part is not None
     ]
     assert len(parts_s) == 3
     assert sum(parts_s) < 300
-    goodput = goodput_of(history, sources)
+    goodput = goodput_of(history, accounting)
     assert goodput is not None
     assert goodput.allocated_from == "slurm"
     assert goodput.allocated_s > history.observed_s - (requeued.waited_s or 0) - 2
