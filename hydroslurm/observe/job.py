@@ -230,8 +230,7 @@ class JobView:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it will run any more."""
-        ended = self.slurm is not None and self.slurm.state.has_ended
-        return ended or final_condition(self.conditions) is not None
+        return self.has_ended or final_condition(self.conditions) is not None
 
     @property
     def job(self) -> Job:
@@ -276,15 +275,15 @@ class JobView:
     def ranks_of(self, training: Training) -> tuple[RankStatus, ...]:
         """The same of one training. A rank that wrote no end of an ended job was killed."""
         ranks = tuple(training.statuses.values())
-        if self.slurm is None or not self.slurm.state.has_ended:
+        if not self.has_ended:
             return ranks
         return tuple(one if one.state == "ended" else replace(one, state="killed") for one in ranks)
 
     @property
     def silent(self) -> Iterator[tuple[int, str]]:
         """Ranks that have written events, and why their status is not known."""
-        for training in self.trainings if self.problem is None else ():
-            for rank in training.run.rank_event_files():
+        for training in self.trainings:
+            for rank in training.run.rank_event_files() if training.problem is None else ():
                 if rank not in training.statuses:
                     yield rank, training.unread.get(rank, "no status yet")
 
@@ -338,7 +337,8 @@ class JobView:
     @property
     def has_ended(self) -> bool:
         """Whether Slurm says so, or lists it no more; :attr:`is_over` also asks the supervisor."""
-        return self.forgotten_epoch_s is not None or self.job.state.has_ended
+        ended = self.slurm is not None and self.slurm.state.has_ended
+        return ended or self.forgotten_epoch_s is not None
 
     @property
     def _is_alive(self) -> bool:
