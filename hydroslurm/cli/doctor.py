@@ -13,7 +13,7 @@ import typer
 from hydroslurm.cli.shared import AsJson
 
 if TYPE_CHECKING:
-    from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts
+    from hydroslurm.observe.doctor.facts import Facts, Finding
 
 Which = Annotated[
     str | None,
@@ -59,12 +59,16 @@ def doctor(
     from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.observe.doctor import findings
+    from hydroslurm.observe.doctor.facts import SaveFacts
     from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.slurm.client import open_client
     from hydroslurm.vacate.policy import why_not_here
 
     try:
-        save = _save(run, save_s, state_bytes)
+        if run is not None and save_s is not None:
+            raise UsageError("give either --run or --save-s, not both")
+        if run is not None and not run.is_dir():
+            raise UsageError(f"--run {run}: no such folder; wanted a run folder")
         facts = gather(
             open_client(),
             job_id=None if job_id is None else JobId.parse(job_id),
@@ -79,7 +83,7 @@ def doctor(
         raise typer.Exit(2) from error
     facts = replace(
         facts,
-        save=save,
+        save=facts.save if save_s is None else SaveFacts(save_s=save_s, state_bytes=state_bytes),
         suspend_s=suspend_s,
         no_munge=why_no_munge(os.environ),
         no_vacate=why_not_here(),
@@ -91,22 +95,6 @@ def doctor(
         _print(facts, results)
     if findings.work_would_be_lost(results):
         raise typer.Exit(1)
-
-
-def _save(run: Path | None, save_s: float | None, state_bytes: int | None) -> SaveFacts | None:
-    from hydroslurm.errors import UsageError
-    from hydroslurm.observe.doctor.facts import SaveFacts
-    from hydroslurm.observe.doctor.gather import last_save
-
-    if run is not None and save_s is not None:
-        raise UsageError("give either --run or --save-s, not both")
-    if save_s is not None:
-        return SaveFacts(save_s=save_s, state_bytes=state_bytes)
-    if run is None:
-        return None
-    if not run.is_dir():
-        raise UsageError(f"--run {run}: no such folder; wanted a run folder")
-    return last_save(run)
 
 
 def _print(facts: Facts, results: tuple[Finding, ...]) -> None:

@@ -42,7 +42,7 @@ def gather(
     Args:
         partition: "" for the default one; not together with a job.
         script: of a planned job; an existing job's comes from Slurm, if readable.
-        run: the run folder; None if unknown.
+        run: the run folder; None: that of the job.
 
     Raises:
         SlurmError: Slurm did not answer.
@@ -76,6 +76,7 @@ def gather(
         untrusted=why_untrusted(run, shared=True),
         shared=why_untrusted(run, shared=False),
         saver=Saver.UNKNOWN if job is None else saver_of(view),
+        save=None if folder is None else last_save(folder.root),
         vacate=slowest_vacate(folder),
     )
 

@@ -64,6 +64,13 @@ def _rank(work_dir: Path, job_id: str, kind: EventKind, *, folder: str = "") -> 
     write_status(path)
 
 
+def _saved(run: Path, save_s: float) -> None:
+    """A checkpoint that took so long."""
+    manifest = run / "checkpoints/step-000000007/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(Manifest(7, 0, "periodic", 0, save_s, state_bytes=1, files={}).to_json())
+
+
 def _squeue(cluster: DevCluster, job_id: str, *options: str) -> str:
     return str(cluster.run(["squeue", "-h", "-t", "all", "-j", job_id, *options]).stdout)
 
@@ -88,9 +95,7 @@ def test_pause(pause_cluster: Part, run: Doctor, tmp_path: Path) -> None:
     assert table.exit_code == 0
     assert "paused in place" in table.stdout
     assert "scontrol requeue" in table.stdout
-    manifest = tmp_path / "checkpoints/step-000000007/manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text(Manifest(7, 0, "periodic", 0, 40.0, state_bytes=1, files={}).to_json())
+    _saved(tmp_path, 40.0)
     result = run(pause_cluster, "--json", "--run", str(tmp_path))
     assert _json(result)["save"]["save_s"] == 40.0
 
@@ -123,7 +128,8 @@ def test_requeue_with_a_running_job(requeue_cluster: Part, run: Doctor, tmp_path
         _rank(tmp_path, job_id, EventKind.ATTEMPT_BEGAN)
         answer = _json(run(requeue_cluster, job_id, "--json", "--save-s", "1"))
         assert (answer["saver"], _severities(answer)["preemption"]) == ("run", "ok")
-        long = run(requeue_cluster, job_id, "--save-s", "100")
+        _saved(tmp_path / "hydroslurm-runs" / job_id, 100.0)
+        long = run(requeue_cluster, job_id)
         assert long.exit_code == 1
         assert "loss" in long.stdout
         assert "KillWait=" in long.stdout
