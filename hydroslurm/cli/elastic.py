@@ -93,10 +93,10 @@ def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:
 def member_lines(run: RunDir, name: str) -> list[str]:
     """Return describe's and status's lines about the job of one member of an elastic run."""
     from hydroslurm.elastic.folder import ElasticFolder
-    from hydroslurm.observe.job import submission_of
+    from hydroslurm.observe.job import JobView
 
     folder = ElasticFolder(run=run.root)
-    asked = submission_of(run)
+    asked = JobView(run, None).submission
     more = "" if asked is None else f"; hydroslurm describe {asked.job_id}"
     try:
         now = _member_now(folder, name)

@@ -19,7 +19,7 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.observe.folders import member_of, ranks_dir_of, run_dir_of
-from hydroslurm.observe.job import JobView, submission_of
+from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.run_folders import read_owner, run_dirs_of
 from hydroslurm.slurm.values import Job
@@ -131,7 +131,7 @@ def _is_ours(run: RunDir) -> bool:
 
 
 def _job_of_folder(client: SlurmClient, run: RunDir) -> Job | None:
-    asked, owner = submission_of(run), read_owner(run)  # an owner: of a default folder
+    asked, owner = JobView(run, None).submission, read_owner(run)  # an owner: of a default folder
     named = str(owner.job_id) if owner is not None else None
     if asked is not None:
         named = asked.job_id

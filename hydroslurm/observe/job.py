@@ -152,7 +152,9 @@ class JobView:
     @cached_property
     def submission(self) -> Submission | None:
         """What was asked for; None where hydroslurm did not submit it."""
-        return submission_of(self.run)
+        with contextlib.suppress(RunFolderError):
+            return submission.read(self.run.root)
+        return None
 
     @property
     def name(self) -> str:
@@ -230,7 +232,8 @@ class JobView:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it will run any more."""
-        return self.has_ended or final_condition(self.conditions) is not None
+        said = read_conditions(self.run.conditions_jsonl)
+        return self.has_ended or final_condition(said) is not None
 
     @property
     def job(self) -> Job:
@@ -606,11 +609,3 @@ class JobView:
             "stuck": self.stuck,
             **dict(zip(("size", "size_wanted", "size_max"), size, strict=True)),
         }
-
-
-def submission_of(run: RunDir) -> Submission | None:
-    """What was asked for; None where hydroslurm did not submit it."""
-    try:
-        return submission.read(run.root)
-    except RunFolderError:
-        return None

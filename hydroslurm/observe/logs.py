@@ -14,7 +14,6 @@ from hydroslurm.core.files import open_regular
 from hydroslurm.errors import HydroslurmError, NoSuchJob, RunFolderError, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.plan import Plan
-from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
 from hydroslurm.observe.find import view_of
 from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.client import open_client
@@ -185,8 +184,7 @@ class Ended:
         self._asked_s = time.monotonic()
 
     def __call__(self) -> bool:
-        conditions = read_conditions(self._found.run.conditions_jsonl)
-        if self._found.is_over or final_condition(conditions):
+        if self._found.is_over:
             return True
         if time.monotonic() - self._asked_s > ASK_EVERY_S:
             slurm = None if self._found.has_spec else self._found.slurm
