@@ -35,14 +35,15 @@ def member_of(job: Job) -> tuple[RunDir, str] | None:
     return None if run is None or job.array_task_id is None else (run, str(job.id))
 
 
-def ranks_dir_of(job: Job) -> RunDir:
-    """Where the ranks of a job write: its run folder, or its member's part of that of a run."""
+def ranks_dirs_of(job: Job) -> tuple[RunDir, ...]:
+    """Where the ranks of all its trainings write: its run folders, or its member's part of that of
+    an elastic run."""
     if (member := member_of(job)) is not None:
         run, name = member
-        return RunDir(run.elastic / "members" / name)
-    return run_dir_of(job)
+        return (RunDir(run.elastic / "members" / name),)
+    return run_dirs_of(job)
 
 
-def ranks_dirs_of(job: Job) -> tuple[RunDir, ...]:
-    """The same of the ranks of all its trainings."""
-    return run_dirs_of(job) if member_of(job) is None else (ranks_dir_of(job),)
+def ranks_dir_of(job: Job) -> RunDir:
+    """The same of the training that was last at work."""
+    return newest_of(ranks_dirs_of(job))
