@@ -120,8 +120,11 @@ def test_only_what_was_replaced_is_read(tmp_path: Path) -> None:
     run.rank_status(1).unlink()
     os.mkfifo(run.rank_status(1))
     third = second.read()
-    assert (list(third.statuses), list(third.unread)) == ([0], [1])
     assert third.read() is third
+    run.rank_events(2).touch()
+    (fifo, no_status) = view(job(), third).silent
+    assert (fifo[0], "a regular file was expected" in fifo[1]) == (1, True), fifo
+    assert no_status == (2, "no status yet")
 
 
 def test_facts_of_an_attempt_before(tmp_path: Path) -> None:
@@ -315,7 +318,9 @@ def test_jobs_come_and_go(tmp_path: Path) -> None:
     assert away.error == "away"
     slurm.answer = ()
     assert [(str(row.job.id), row.state) for row in watching.look().rows] == [("1", "FORGOTTEN")]
-    assert slurm.asked == 4
+    slurm.answer = ControllerUnreachable("away")
+    assert [row.state for row in watching.look().rows] == ["FORGOTTEN"]
+    assert slurm.asked == 5
 
 
 def test_metrics(tmp_path: Path) -> None:
