@@ -498,16 +498,16 @@ class JobView:
 
     # --- what a preemption now would cost ---------------------------------------------------------
 
-    @property
-    def _has_run(self) -> bool:
-        """Whether a Run of this attempt will save at a stop."""
-        return self._training.began(self.job.restart_count) is not None
+    @cached_property
+    def _began(self) -> tuple[int, int] | None:
+        """Step and moment at which the Run of this attempt began, which will save at a stop."""
+        return self._training.began(self.job.restart_count)
 
     @property
     def unsaved_steps(self) -> int | None:
         """Estimate of the steps since the newest durable checkpoint, including those since the
         rank's last report; None if steps or checkpoints are not reported."""
-        base = self.commit or self._training.began(self.job.restart_count)
+        base = self.commit or self._began
         if base is None or self._told_step is None or self._lead is None:
             return None
         since_s = 0.0 if self._parked else self._silent_s
@@ -526,7 +526,7 @@ class JobView:
         unsaved = self._unsaved
         if self.job.state is not JobState.RUNNING:
             return replace(unsaved, why="a suspended job hears no signal but SIGKILL")
-        if not self._has_run:
+        if self._began is None:
             return unsaved
         if policy is None:
             return replace(unsaved, why="this site's grace is not known")
@@ -543,7 +543,7 @@ class JobView:
 
     @property
     def _unsaved(self) -> WorkAtRisk:
-        if self._has_run or self.commit:
+        if self._began or self.commit:
             why = "since the last commit" if self.commit else "nothing is committed yet"
         else:
             why = "all since its start, but for what it saves itself"
@@ -551,7 +551,7 @@ class JobView:
         commit_s = self.commit[1] / 1e9 if self.commit else None
         begins_s = max((s for s in (commit_s, self.job.start_epoch_s) if s), default=None)
         seconds = None if begins_s is None else max(0.0, self.now_epoch_s - begins_s)
-        steps = self.unsaved_steps if self._has_run else None
+        steps = self.unsaved_steps if self._began else None
         return WorkAtRisk(why if seconds is not None else "its start is not known", steps, seconds)
 
     @property

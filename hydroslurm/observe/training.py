@@ -123,8 +123,15 @@ class Training:
 
     def ranks(self, restart_count: int) -> tuple[RankStatus, ...]:
         """Those that belong to the attempt with that restart count."""
-        known = self.statuses.values()
-        return tuple(rank for rank in known if rank.restart_count == restart_count)
+        return self._by_attempt.get(restart_count, ())
+
+    @cached_property
+    def _by_attempt(self) -> Mapping[int, tuple[RankStatus, ...]]:
+        counts = {rank.restart_count for rank in self.statuses.values()}
+        return {
+            count: tuple(rank for rank in self.statuses.values() if rank.restart_count == count)
+            for count in counts
+        }
 
     def began(self, restart_count: int) -> tuple[int, int] | None:
         """Step and moment (epoch ns) at which that attempt's Run began; None without one."""
