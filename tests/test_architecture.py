@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
@@ -58,12 +59,15 @@ MAY_IMPORT = {
 }
 
 
-MODULES = {
-    ".".join(("hydroslurm", *path.relative_to(PACKAGE).with_suffix("").parts)): ast.parse(
-        path.read_text()
-    )
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+@functools.cache
+def _modules() -> dict[str, ast.Module]:
+    """The package's, parsed by the first test that looks: each worker collects this file."""
+    return {
+        ".".join(("hydroslurm", *path.relative_to(PACKAGE).with_suffix("").parts)): ast.parse(
+            path.read_text()
+        )
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def _imported(nodes: Iterable[ast.AST]) -> set[str]:
@@ -81,7 +85,7 @@ def test_imports_point_one_way() -> None:
     """A module imports, at its top or inside a function, only from its own room and from the rooms
     below it."""
     wrong = []
-    for module, tree in MODULES.items():
+    for module, tree in _modules().items():
         room = module.split(".")[1]
         allowed = MAY_IMPORT[room] | {room}
         wrong += [
@@ -107,7 +111,7 @@ def test_jobs_import_one_way() -> None:
     before |= {"agent": ("agent",), "__init__": ()}
     graph: dict[str, set[str]] = {}
     wrong = []
-    for module, tree in MODULES.items():
+    for module, tree in _modules().items():
         if not module.startswith("hydroslurm.jobs."):
             continue
         wrong += [
@@ -165,7 +169,7 @@ def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
     programs = {"jobs.control.attached", "jobs.task"}
     programs |= {"jobs.supervisor.main", "jobs.supervisor.bad_nodes"}
-    for module, tree in MODULES.items():
+    for module, tree in _modules().items():
         inner = module.removeprefix("hydroslurm.")
         calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
         prints = [one.lineno for one in calls if isinstance(one, ast.Name) and one.id == "print"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -22,6 +23,15 @@ from hydroslurm.jobs.spec.script import check_options
 from hydroslurm.slurm.client import open_client
 
 HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
+
+
+@pytest.fixture(autouse=True)
+def _one_tree_of_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typer makes it for each command line, which takes most of the time that a refusal takes."""
+    monkeypatch.setattr(typer.main, "get_command", TREE)
+
+
+TREE = functools.cache(typer.main.get_command)
 
 
 class Said(NamedTuple):

@@ -35,10 +35,14 @@ trap 'hydroslurm cluster down; end' EXIT
 """,
     "docs/unmodified-scripts.md": """
 cat >train.py <<END
-import runpy, sys
-if "--epochs" in sys.argv:  # the job that is paused
-    sys.argv[1:] = ["--iterations", "1000000"]
-    runpy.run_path("examples/train.py", run_name="__main__")
+import sys, time
+if "--epochs" in sys.argv:  # what is paused
+    import torch
+    loss = torch.ones(2)
+    while True:
+        loss = loss + 1
+        print("step loss", loss, flush=True)
+        time.sleep(0.01)
 else:
     print("step 1 loss 1")
 END

@@ -31,7 +31,7 @@ def test_batch_job_is_parked_for_an_urgent_one(pause_cluster: DevCluster, tmp_pa
     """The script runs unchanged; an urgent job parks it, and it goes on in its process, to the
     weights of one that was left alone, without hydroslurm. Nothing of ours is printed."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    options = ("--iterations", "1200", "--log-every", "10")
+    options = ("--iterations", "800", "--log-every", "10")
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "hydroslurm.py").write_text("raise ImportError('hydroslurm was imported')")

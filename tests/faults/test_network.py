@@ -52,7 +52,7 @@ SPEC = ClusterSpec(
 )
 BROKEN_S = 12.0
 """How long a node is cut off: longer than a retransmission, shorter than a node is dead."""
-SHORT = ("pause-cut", "commit-deaf")
+SHORT = ("commit-deaf",)
 WAIT = 'touch "task-$SLURM_PROCID"; until [ -e go ]; do sleep 0.1; done; exec '
 WHEN_TOLD = f"""sh -c '{WAIT}{AS_IT_IS}' sh "$@\""""
 FAULTS = {"cut": CUT, "deaf": DEAF, "mute": MUTE, "slow": SLOW, "lossy": LOSSY}

@@ -23,6 +23,7 @@ from processes import captured, free_port, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.report.external_sources import Accounting
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.reading import read_history
@@ -178,11 +179,18 @@ def test_goodput_while_it_runs(scene: Scene) -> None:
     assert (before["restarts"], before["steps_lost"]) == (0, 0)
     assert 0 < before["of_allocated"] < 1
     scene.cluster.run(["scontrol", "requeue", scene.trains])
-    wait_until(lambda: told().get("restarts"), "a step behind the requeue", limit_s=120)
+    run = RunDir(scene.folder / "hydroslurm-runs" / scene.trains)
+
+    def has_restarted() -> bool:
+        status = read_status(run.rank_status(0))
+        live = status and status.goodput()
+        return bool(live and live.restarts)
+
+    wait_until(has_restarted, "a step behind the requeue", limit_s=120)
     for verb in ("status", "describe"):
         done = captured([*HYDROSLURM, verb, scene.trains], env=scene.environ, timeout=60)
         assert re.search(r"goodput 0\.\d\d of \d+ s, steps lost: 0, restarts: 1", done.stdout), verb
-    live, run = told(), RunDir(scene.folder / "hydroslurm-runs" / scene.trains)
+    live = told()
     report = goodput_of(read_history(run.root), Accounting())
     assert (live["restarts"], live["steps_lost"], live["at_most"]) == (1, 0, False)
     assert live["steps"] > before["steps"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import captured, wait_until
+from processes import captured, text_of, wait_until
 
 from hydroslurm.devcluster import DevCluster
 
@@ -99,15 +99,14 @@ def test_the_wheel_walks_the_tutorial(
     told = newcomer(*submit, "--epochs", "40", "--think-s", "0.02", environ=environ)
     job, run = re.search(r"job (\d+) .*?(/\S+)", told).groups()  # type: ignore[union-attr]
 
-    def logged(words: str) -> bool:
-        return words in newcomer("hydroslurm", "logs", job, environ=environ)
-
+    log = Path(run, "logs", f"{job}_0_log.out")
     try:
-        wait_until(lambda: logged(" step 100 "), "a step", limit_s=300)
+        wait_until(lambda: " step 100 " in text_of(log), "a step", limit_s=300)
         assert "parked" in newcomer("hydroslurm", "pause", "--job", job, environ=environ)
         assert "running" in newcomer("hydroslurm", "resume", "--job", job, environ=environ)
         newcomer("hydroslurm", "requeue", job, environ=environ)
-        wait_until(lambda: logged("weights sha256"), "the end", limit_s=300)
+        said = newcomer("hydroslurm", "logs", "-f", job, environ=environ)
+        assert "weights sha256" in said
     finally:
         newcomer("scancel", job, environ=environ)
     report = newcomer("hydroslurm", "report", run, environ=environ)

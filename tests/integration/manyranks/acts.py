@@ -17,10 +17,11 @@ from hydroslurm.devcluster import DevCluster
 
 COLLECTIVE_TIMEOUT_S = 3
 SUSPENDED_S = 10 * COLLECTIVE_TIMEOUT_S
-WORLDS = (4, 2, 3)
+WORLDS = (3, 2, 3)
 COMPARABLE = ("--dropout=0", "--no-batch-norm")
 """What makes a training the same on any number of ranks, up to rounding."""
-PREEMPTED = slice(0, 4)
+SHORT = ("--epochs=3",)
+PREEMPTED = slice(0, 3)
 """The nodes of the part that are preempted."""
 SHARED = slice(4, 8)
 """The nodes of jobs that nobody preempts."""
@@ -38,8 +39,8 @@ def ddp(cluster: Part, folder: Path) -> Story:
     """Suspended past SIGSTOP and preempted; the next attempt is suspended for ten times the
     time-out of its collectives."""
     nodes = cluster.nodes[PREEMPTED]
-    options = (f"--collective-timeout-s={COLLECTIVE_TIMEOUT_S}",)
-    training = RanksTraining(cluster, folder, options=options)
+    options = (f"--collective-timeout-s={COLLECTIVE_TIMEOUT_S}", *SHORT)
+    training = RanksTraining(cluster, folder, options=options, world=3, nodes=3)
     training.submit(f"--nodelist={','.join(nodes)}")
     training.wait_for_ranks(1)
     training.wait_for_step(23)
@@ -67,7 +68,7 @@ def agent(cluster: DevCluster, folder: Path, *, nodes: Sequence[str]) -> Story:
 def worlds(cluster: Part, folder: Path) -> Story:
     """Requeued by hand, and then because the slurmd of a node is gone; each time given another
     number of nodes while it waits."""
-    training = RanksTraining(cluster, folder, options=COMPARABLE, think_s=0.01)
+    training = RanksTraining(cluster, folder, options=COMPARABLE, think_s=0.01, nodes=WORLDS[0])
     training.submit(f"--exclude={','.join((*cluster.nodes[PREEMPTED], *cluster.nodes[SHARED]))}")
     story = Story(training)
     for attempt, end in enumerate((training.requeue, lambda: _lose_a_node(story)), start=1):

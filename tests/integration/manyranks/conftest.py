@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from clusters import CGROUP, Part
-from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, Story, agent
+from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, SHORT, Story, agent
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from processes import free_port
 from stories import Stories, marked, result_of, stories
@@ -84,7 +84,7 @@ def alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     """What comes of the same training when nobody stops it."""
 
     @functools.cache
-    def trained(*options: str, world: int = 4) -> dict[str, Any]:
+    def trained(*options: str, world: int) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("alone")
         out = folder / "out.json"
         words = [str(RECORDED / "train_ddp.py"), *script_options(out, epochs=EPOCHS), *options]
@@ -110,6 +110,6 @@ def alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
 def undisturbed(request: pytest.FixtureRequest, alone: Callable[..., dict[str, Any]]) -> Any:
     """That for the training that the test's mark names. A test asks for it first: it is made while
     that one is under way."""
-    options = {"ddp": (), "agent": ("--fsdp",), "worlds": COMPARABLE}
-    name = request.node.get_closest_marker("scene").args[0]
-    return alone(*options[name], world=1 if name == "worlds" else 4)
+    like = {"ddp": (3, *SHORT), "agent": (4, "--fsdp"), "worlds": (1, *COMPARABLE)}
+    world, *options = like[request.node.get_closest_marker("scene").args[0]]
+    return alone(*options, world=world)

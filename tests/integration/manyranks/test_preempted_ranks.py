@@ -1,4 +1,4 @@
-"""The promise, for several ranks on a real Slurm: a training of four ranks that is suspended,
+"""The promise, for several ranks on a real Slurm: a training of three ranks that is suspended,
 preempted and requeued ends with the bits of one that nobody stops; and one that comes back with
 another number of nodes, with each sample once."""
 
@@ -23,7 +23,7 @@ def test_ddp_ends_with_the_same_bits(undisturbed: Result, story: Story) -> None:
     next attempt: weights, optimizer, and on every rank the loss and the samples of each step are
     those of the run that nobody stops; no step is lost or trained twice."""
     _ends_like(story, undisturbed, suspends=2)
-    for rank in range(4):
+    for rank in range(story.training.world):
         (resumed,) = story.training.events_of(rank, EventKind.RESUMED, attempt=2)
         assert resumed.data["parked_s"] >= SUSPENDED_S
         assert not story.training.events_of(rank, EventKind.AGREEMENT_FAILED)
@@ -54,7 +54,7 @@ def _ends_like(story: Story, undisturbed: Result, *, suspends: int) -> None:
     assert result["steps_trained_twice"] == 0
     assert all(result["every_sample_once"])
     assert result == undisturbed
-    for rank in range(4):
+    for rank in range(training.world):
         parked = training.events_of(rank, EventKind.ALL_PARKED)
         assert [event.data["in_flight"] for event in parked] == [0] * suspends
         assert len(training.events_of(rank, EventKind.RESUMED)) == suspends
@@ -65,7 +65,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.scene("worlds")
-def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(undisturbed: Result, story: Story) -> None:
+def test_every_sample_once_in_worlds_of_3_2_and_3_ranks(undisturbed: Result, story: Story) -> None:
     """Each attempt has as many ranks as the job has nodes and goes on where the last one stopped.
     Every sample comes once, and the mean loss of each step is that of a single rank."""
     training = story.training

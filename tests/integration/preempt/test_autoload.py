@@ -277,43 +277,47 @@ def said(folder):
 before = hydroslurm.controller()
 os.kill(os.getpid(), signal.SIGUSR1)
 wait_until(lambda: said("first").state == "parked", "the pause is written")
-try:
-    mine = hydroslurm.install(**eval(sys.argv[1]))
+for options in sys.argv[1:]:
+    try:
+        mine = hydroslurm.install(**eval(options))
+    except ValueError as error:
+        print("refused", error)
+        continue
     folder = "mine" if os.path.exists("mine") else "first"
     print(mine is before, folder, "user" in said(folder).causes, mine.ranks is None)
     os.kill(os.getpid(), signal.SIGUSR2)
     wait_until(lambda: not said(folder).causes, "the resume is written")
     print("then", said("first").state)
-except ValueError as error:
-    print("refused", error)
 """
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("{}", "True first True False / then running"),
-        ("{'run_dir': 'mine'}", "True mine True False / then ended"),
-        ("{'alone': True}", "True first True True / then running"),
-        ("{'gate': 'hooks'}", "refused HYDROSLURM_PREEMPT has made this process pausable with the "
-         "native gate. Choose for both by HYDROSLURM_GATE=hooks, or set HYDROSLURM_PREEMPT=off"),
-        ("{'alone': False}", "refused HYDROSLURM_PREEMPT has made this process pausable with the "
+        (
+            ["{'gate': 'hooks'}", "{'signals': hydroslurm.SignalPlan(warning=None)}", "{}"],
+            "refused HYDROSLURM_PREEMPT has made this process pausable with the native gate. "
+            "Choose for both by HYDROSLURM_GATE=hooks, or set HYDROSLURM_PREEMPT=off / "
+            "refused HYDROSLURM_PREEMPT has made this process pausable with other signals. Choose "
+            "for both by HYDROSLURM_SIGNALS=NAME=SIGNAL,..., or set HYDROSLURM_PREEMPT=off / "
+            "True first True False / then running",
+        ),
+        (["{'run_dir': 'mine'}"], "True mine True False / then ended"),
+        (["{'alone': True}"], "True first True True / then running"),
+        (["{'alone': False}"], "refused HYDROSLURM_PREEMPT has made this process pausable with the "
          "hooks gate, which holds one rank, and 2 pause together here. Choose for both by "
          "HYDROSLURM_GATE=native, or set HYDROSLURM_PREEMPT=off"),
-        ("{'signals': hydroslurm.SignalPlan(warning=None)}", "refused HYDROSLURM_PREEMPT has made "
-         "this process pausable with other signals. Choose for both by HYDROSLURM_SIGNALS=NAME="
-         "SIGNAL,..., or set HYDROSLURM_PREEMPT=off"),
     ],
 )  # fmt: skip
-def test_a_call_of_the_scripts_own(options: str, words: str, tmp_path: Path) -> None:
+def test_a_call_of_the_scripts_own(options: list[str], words: str, tmp_path: Path) -> None:
     """It returns the controller that is there, and a pause that is on stays on. Events go where the
     call says, how things stand first; alone, it leaves the other ranks. What cannot change is
     refused, with the remedy."""
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "HYDROSLURM_RUN_DIR": "first"}
-    if "False" in options:  # at first it is to hold one rank
+    if "{'alone': False}" in options:  # at first it is to hold one rank
         ranks |= {"HYDROSLURM_ALONE": "1", "HYDROSLURM_GATE": "hooks"}
     path = str(Path(__file__).parents[2])
-    done = python("-c", CALLS, options, cwd=tmp_path, PYTHONPATH=path, **ASKED, **ranks)
+    done = python("-c", CALLS, *options, cwd=tmp_path, PYTHONPATH=path, **ASKED, **ranks)
     assert done.stdout.splitlines() == words.split(" / "), done.stderr
 
 

@@ -266,6 +266,7 @@ def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
 
 
 @pytest.mark.slurm
+@pytest.mark.long
 def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
     """A worker of `hydroslurm agent`, which asks for it where nobody else has."""
     agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]

@@ -28,17 +28,14 @@ from hydroslurm.jobs.supervisor.supervise import PEERS_S
 from hydroslurm.report.reading import read_history
 from hydroslurm.slurm.text import expand_nodes
 
-EXAMPLES = HERE.parents[2] / "examples"
 SUBMITTED = HERE.parents[1] / "jobs/launch/submitted.py"
 PREEMPTED, SAVING = -2, -1
 """Those of the part's nodes that are preempted, by the scene that does it."""
 
 
-def replicas(
-    cluster: Part, count: int, policy: str = "OnFailure", *, node: int | None = None
-) -> str:
+def replicas(cluster: Part, count: int, *, node: int | None = None) -> str:
     """A spec's only kind of replica, on a node of its own or where nobody is preempted."""
-    one = f"{{replicas: {count}, restartPolicy: {policy}, template: {{ACTOR}}}}"
+    one = f"{{replicas: {count}, restartPolicy: OnFailure, template: {{ACTOR}}}}"
     where = elsewhere(cluster) if node is None else f"nodelist: {cluster.nodes[node]}"
     return f"replicaSpecs: [{one}]\nscheduler: {{options: {{{where}}}}}\n"
 
@@ -46,14 +43,6 @@ def replicas(
 def elsewhere(cluster: Part) -> str:
     """Where nobody is preempted."""
     return f"exclude: '{','.join(cluster.nodes[PREEMPTED:])}'"
-
-
-def exit_code_torchrun(cluster: Part, folder: Path) -> Scene:
-    """Nobody does anything to it."""
-    agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
-    scene = Scene(cluster, folder, {"worker-0": ["kill SIGKILL", 1]})
-    scene.submit(replicas(cluster, 1, "ExitCode") + agent).final_condition()
-    return scene
 
 
 def shared_limit(cluster: Part, folder: Path) -> Scene:
@@ -164,16 +153,6 @@ scheduler: {{options: {{{elsewhere(cluster)}}}}}
     return scene
 
 
-def manifest(cluster: Part, folder: Path) -> Scene:
-    """T9k's, as it is."""
-    folder.mkdir()
-    for name in ("dist_digits.py", "t9k-manifest.yaml"):
-        shutil.copy(EXAMPLES / name, folder)
-    scene = Scene(cluster, folder).submit_file(folder / "t9k-manifest.yaml")
-    scene.final_condition()
-    return scene
-
-
 def left_nodes(cluster: Part, folder: Path) -> Scene:
     """The first node that is checked fails the preflight, and that of the second task fails it
     twice in a row, whichever nodes Slurm takes."""
@@ -234,7 +213,6 @@ SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     # the longest first
     "preempted": preempted,
     "saved": saved,
-    "exit_code_torchrun": exit_code_torchrun,
     "clean_None": functools.partial(cleaned, policy="None", with_shell=False),
     "clean_All": functools.partial(cleaned, policy="All", with_shell=True),
     "left_nodes": left_nodes,
@@ -243,7 +221,6 @@ SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     "pinned": pinned,
     "mended": mended,
     "uneven": uneven,
-    "manifest": manifest,
 }
 
 
@@ -276,14 +253,6 @@ pytestmark = pytest.mark.slurm
 
 def statuses(scene: Scene) -> list[int | None]:
     return [one.decision and one.decision.status for one in scene.attempts]
-
-
-@pytest.mark.scene("exit_code_torchrun")
-def test_exit_code_sees_through_torchrun(scene: Scene) -> None:
-    """What a worker of the agent ended with is what the policy judges: a SIGKILL is retried, a
-    plain 1 is final."""
-    assert statuses(scene) == [137, 1]
-    assert scene.final_condition().reason == "MasterFailed"
 
 
 @pytest.mark.scene("shared_limit")
@@ -414,26 +383,6 @@ def test_a_job_whose_shell_is_killed_too_is_cleaned_behind(scene: Scene) -> None
     assert (verdict.type, verdict.reason) == ("Failed", "SupervisorLost")
     assert "came to its own end" not in scene.printed(1)
     assert not scene.seen["scratch"]
-
-
-@pytest.mark.scene("manifest")
-def test_a_manifest(scene: Scene) -> None:
-    """After the init container four ranks train together, in the order of their replicas: started
-    by four agents, although one would do. One warning lists what has no effect."""
-    assert scene.final_condition().type == "Succeeded"
-    trained = set()
-    for task in range(4):
-        text = scene.printed(task)
-        assert text.startswith("ready\n")
-        assert "4 nodes meet at" in text
-        said = re.search(rf"rank {task} of (4), local 0: accuracy (\S+), weights (\S+)", text)
-        assert said, text
-        trained.add(said.groups())
-    assert len(trained) == 1
-    warning = scene.said.partition("no effect on this Slurm")[2]
-    for field in ("priority", "volumes", "volumeMounts", "image pytorch/pytorch:2.0.0"):
-        assert field in warning
-    assert scene.said.count("no effect") == 1
 
 
 @pytest.mark.scene("saved")

@@ -8,6 +8,7 @@ import pytest
 from clusters import require_slurm
 from processes import captured, wait_until
 from sbatchfiles import multi_node_script
+from stories import marked
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
@@ -41,6 +42,8 @@ COMMANDS = {
     "a job spec": ["hydroslurm", "submit", "job.yaml"],
 }
 WAYS = (*SCRIPTS, "a submitted script", "a job spec")
+LONG = ("two ranks", "the variable", "the agent", "multi-node.sbatch")
+"""Each is another one's mechanism, said or started in another way."""
 LIMIT_S = 240.0
 
 
@@ -49,7 +52,8 @@ def preempted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """A folder for each way, whose job one urgent job has preempted while it imported."""
     require_slurm()
     base = tmp_path_factory.mktemp("imports")
-    nodes = len(WAYS)
+    ways = [way for way in WAYS if way in marked(request)]
+    nodes = len(ways)
     spec = ClusterSpec(nodes=nodes, profile="requeue", grace_s=request.param, kill_wait_s=10)
     with DevCluster.up(spec) as cluster:
 
@@ -57,7 +61,7 @@ def preempted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             done = captured(words, cwd=cwd, env=cluster.child_environ(), timeout=120)
             assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
 
-        for way in WAYS:
+        for way in ways:
             (base / way).mkdir()
             (base / way / "train.py").write_text(SLOW)
             (base / way / "job.yaml").write_text(SPEC)
@@ -68,7 +72,7 @@ def preempted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             command = COMMANDS.get(way, ["sbatch"])
             options = ["--requeue", "--open-mode=append", "--output=job.out", "job.sh"]
             run(*command, *(options if way in SCRIPTS else []), cwd=base / way)
-        wait_until(lambda: all(said(base / way) for way in WAYS), "imports", limit_s=LIMIT_S)
+        wait_until(lambda: all(said(base / way) for way in ways), "imports", limit_s=LIMIT_S)
         run("srun", "--partition=urgent", f"--nodes={nodes}", "--exclusive", "true")
         wait_until(
             lambda: not cluster.run(["squeue", "--noheader"]).stdout,
@@ -85,7 +89,13 @@ def said(folder: Path) -> list[str]:
     return [line for line in lines if line in ("imports", "imported")]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.scene(way), *[pytest.mark.long] * (way in LONG)])
+        for way in WAYS
+    ],
+)
 def test_a_job_that_is_preempted_while_python_imports_starts_again(
     preempted: Path, way: str
 ) -> None:

@@ -158,6 +158,8 @@ def test_render_prints_what_submit_would_hand_to_sbatch(
     for line in ("job-name=digits-ddp", "partition=low", "qos=high", "nice=7"):
         assert f"#SBATCH --{line}\n" in done.output
     assert "priority" not in done.output
+    assert done.stderr.count("no effect on this Slurm") == 1
+    assert all(word in done.stderr for word in ("volumes", "volumeMounts", "tensorboardSpec.image"))
     assert list(tmp_path.iterdir()) == [table.parent]
     done = run("render", "--yaml", EXAMPLES / "job.yaml")
     assert "warningSeconds: 120" in done.output
