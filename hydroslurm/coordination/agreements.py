@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent import futures
+from typing import Any, TypeAlias
 
 from hydroslurm.coordination.authentication import LIMIT_DEPTH, pack
 from hydroslurm.coordination.messages import MAX_COLLECTORS, Message, Runs, ranks_of, runs_of
@@ -19,13 +19,8 @@ _MOST_STARTED = 16
 """No more operations of several agreements, such as saves, are under way at a time."""
 
 
-@dataclass
-class _Pending:
-    """One agreement that was asked for, and its result."""
-
-    decided: threading.Event = field(default_factory=threading.Event)
-    values: Mapping[int, Any] = field(default_factory=dict)
-    failure: RanksError | None = None
+_Pending: TypeAlias = "futures.Future[Mapping[int, Any]]"
+"""One agreement that was asked for."""
 
 
 class PendingAgreements:
@@ -79,7 +74,7 @@ class PendingAgreements:
         """
         message = self._message(topic, value, among=among, collect_at=collect_at)
         self._start(_operation_of(topic))
-        pending = _Pending()
+        pending: _Pending = futures.Future()
         with self._lock:
             if topic in self._open:
                 raise UsageError(f"{topic!r} is being agreed on already; a topic is used once")
@@ -90,9 +85,7 @@ class PendingAgreements:
         finally:
             with self._lock:
                 self._open.pop(topic, None)
-        if pending.failure is not None:
-            raise pending.failure
-        return pending.values
+        return pending.result()
 
     # --- for the channel's thread
 
@@ -100,14 +93,14 @@ class PendingAgreements:
         """All values have arrived."""
         topic = message["topic"]
         try:
-            self._resolve(topic, values=values_of(message))
+            self._resolve(topic, values_of(message))
         except ValueError as error:  # of one rank, whose value the coordinator does not read
             reason = f"a value of {topic!r} cannot be read: {error}"
-            self._resolve(topic, failure=AgreementFailed(reason))
+            self._resolve(topic, AgreementFailed(reason))
 
     def failed(self, message: Mapping[str, Any]) -> None:
         """Ranks are gone, or have given up."""
-        self._resolve(message["topic"], failure=_failure(message))
+        self._resolve(message["topic"], _failure(message))
 
     def interrupt(self, error: CoordinatorLost) -> None:
         """Fail everything pending: nothing is decided between two coordinators."""
@@ -124,14 +117,14 @@ class PendingAgreements:
                 one for topic, one in self._open.items() if _operation_of(topic) in self.cut_off
             ]
         for pending in over:
-            _decide(pending, failure=_is_cut_off("it was started"))
+            _decide(pending, _is_cut_off("it was started"))
 
     def fail(self, error: CoordinatorLost) -> None:
         """Fail everything pending."""
         with self._lock:
             waiting = list(self._open.values())
         for pending in waiting:
-            _decide(pending, failure=pending.failure or error)
+            _decide(pending, error)
 
     # --- inside
 
@@ -176,30 +169,23 @@ class PendingAgreements:
         poll_s = _POLL_S if cancel is None else 0.02
         clock = AwakeClock(_POLL_S)
         begin_s = clock.now_s()
-        while not pending.decided.is_set():
+        while not pending.done():
             if (lost := self._lost()) is not None:
                 raise lost
             left_s = poll_s if timeout_s is None else min(poll_s, max(0.0, timeout_s - waited_s))
-            pending.decided.wait(left_s if not withdrawn else _POLL_S)
+            futures.wait((pending,), left_s if not withdrawn else _POLL_S)
             waited_s = clock.now_s() - begin_s
             given_up = cancel is not None and cancel.is_set()
             late = timeout_s is not None and waited_s >= timeout_s
-            if (given_up or late) and not withdrawn and not pending.decided.is_set():
+            if (given_up or late) and not withdrawn and not pending.done():
                 withdrawn = True
                 self._send({"type": "withdraw", "topic": topic})
 
-    def _resolve(
-        self,
-        topic: str,
-        *,
-        values: Mapping[int, Any] | None = None,
-        failure: RanksError | None = None,
-    ) -> None:
+    def _resolve(self, topic: str, outcome: Mapping[int, Any] | RanksError) -> None:
         with self._lock:
             pending = self._open.get(topic)
         if pending is not None:
-            pending.values = values or {}
-            _decide(pending, failure=failure)
+            _decide(pending, outcome)
 
 
 def values_of(message: Mapping[str, Any]) -> dict[int, Any]:
@@ -215,9 +201,14 @@ def values_of(message: Mapping[str, Any]) -> dict[int, Any]:
     return dict(sorted(values.items()))
 
 
-def _decide(pending: _Pending, *, failure: RanksError | None) -> None:
-    pending.failure = failure
-    pending.decided.set()
+def _decide(pending: _Pending, outcome: Mapping[int, Any] | RanksError) -> None:
+    """The first decision counts; all of them are made in one thread."""
+    if pending.done():
+        return
+    if isinstance(outcome, RanksError):
+        pending.set_exception(outcome)
+    else:
+        pending.set_result(outcome)
 
 
 def _operation_of(topic: str) -> str:
