@@ -6,12 +6,6 @@ middle of an epoch, and its first turn trains nothing: it does what follows that
 depends on what Lightning's own restarts make of the end of an epoch, of validation or of a loader
 that is one batch ahead.
 
-Lightning's own checkpoints gather weights that are sharded. Here each rank writes its shards, and
-nothing is gathered. With FSDP2 (``ModelParallelStrategy``) weights and optimizer states are
-DTensors, which another number of ranks may load. ``FSDPStrategy`` (the first FSDP) has flat
-parameters: a rank's part of one ends anywhere in a weight, and is padded for the number of ranks.
-It is that rank's own state, for as many ranks only.
-
 Knows Lightning's loops by their attributes (2.4 to 2.6), and imports nothing of it: the same code
 serves ``lightning`` and ``pytorch_lightning``.
 """
@@ -26,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,9 +37,11 @@ from hydroslurm.integrations.framework import (
 )
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.integrations.loggers import Loggers
-from hydroslurm.training.readback import load_optimizer
 from hydroslurm.training.reporting import notice
 from hydroslurm.training.script import fingerprint
+
+if TYPE_CHECKING:
+    from hydroslurm.integrations.lightning_shards import Distributed, FlatShards
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
@@ -314,9 +310,8 @@ class Fit:
             return
         self._watch_restoring()
         self._resume_start(own, *args, **kwargs)
-        if (flat := self.run.own_loaded.get(FLAT_SHARDS)) is not None:
-            # now, for hooks that come before the first step; the run does it again there
-            self.run.contents.parts[FLAT_SHARDS].load_state_dict(flat)
+        # now, for hooks that come before the first step; the run does it again there
+        self._shards.put_back(self.run)
 
     def _watch_restoring(self) -> None:
         for restore in ("restore_model", "restore_training_state"):
@@ -533,7 +528,7 @@ class Fit:
 
     def _capture(self) -> Mapping[str, Any]:
         trainer = self._trainer
-        with nothing_gathered(trainer.strategy) if self._shards is not None else nullcontext():
+        with nullcontext() if self._shards is None else self._shards.nothing_gathered():
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
         for name in [one for one in checkpoint if one.endswith(_HYPER_PARAMETERS)]:
             del checkpoint[name]
@@ -563,145 +558,14 @@ def _has_length(loader: Any) -> bool:
     return True
 
 
-# --- weights that are sharded over the ranks
-# ------------------------------------------------------------------------------------------------
-
-FLAT_SHARDS = "shards"
-"""The name of what each rank saves of flat parameters."""
-
-
 def shards_of(trainer: Any) -> FlatShards | Distributed | None:
     """How the strategy of this trainer shards; None where each rank has all of the state."""
     names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-    if "FSDPStrategy" in names:
-        return FlatShards(trainer)
-    return Distributed(trainer) if "ModelParallelStrategy" in names else None
+    if names.isdisjoint(("FSDPStrategy", "ModelParallelStrategy")):
+        return None
+    from hydroslurm.integrations.lightning_shards import Distributed, FlatShards
 
-
-@contextmanager
-def nothing_gathered(strategy: Any) -> Iterator[None]:
-    """Within it the strategy gives Lightning's checkpoint no weights, and no optimizer states but
-    for the settings of their groups."""
-    ours = {
-        "lightning_module_state_dict": dict,
-        "optimizer_state": lambda one: {"param_groups": one.state_dict()["param_groups"]},
-    }
-    before = {name: vars(strategy)[name] for name in ours if name in vars(strategy)}
-    vars(strategy).update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del vars(strategy)[name]
-        vars(strategy).update(before)
-
-
-class Distributed:
-    """The weights and the optimizers of one fit as DTensors: objects of the run like those of a
-    loop of one's own."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def weights(self) -> Mapping[str, Any]:
-        """What this rank has of the model: name -> tensor."""
-        return self._trainer.lightning_module.state_dict()  # type: ignore[no-any-return]
-
-    def join(self, run: FrameworkSession) -> None:
-        """Make them part of a run, which is resumed after this. The strategy is set up."""
-        run.session.register("model", self._trainer.lightning_module)
-        for number, optimizer in enumerate(self._trainer.optimizers):
-            run.session.register(f"optimizer {number}", optimizer)
-
-
-class FlatShards:
-    """The shards of the first FSDP, as one rank has them in memory between two steps.
-
-    They are read and written in place, without FSDP's own ``state_dict``, which gathers, and
-    without ``LOCAL_STATE_DICT``, which exchanges pickles for each layer.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        model = self._trainer.model
-        found: dict[str, torch.Tensor] = {}
-        parts: set[int] = set()
-        for name, flat in _flat_parameters(model):
-            # once it has trained, what it shows may be the whole parameter, and this is the shard
-            found[f"{name}.flat"] = getattr(flat, "_local_shard", flat).detach()
-            parts.update(map(id, (flat, *(getattr(flat, "_params", None) or ()))))
-        for name, tensor in model.named_parameters():
-            if id(tensor) not in parts:  # of a module that FSDP was told to ignore
-                found[name] = tensor.detach()
-        for prefix, module in model.named_modules():
-            for name, tensor in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    found[f"{prefix}.{name}"] = tensor
-        return found
-
-    def join(self, run: FrameworkSession) -> None:
-        """Make them part of a run, which is resumed after this."""
-        run.contents.parts[FLAT_SHARDS] = self
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **self._place(),
-            "weights": dict(self.weights()),
-            "optimizers": [one.state_dict() for one in self._trainer.optimizers],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises:
-        StateMismatch: they were saved by other ranks, of another model, or with other optimizers.
-        """
-        place = self._place()
-        if state["world_size"] != place["world_size"] or state["rank"] != place["rank"]:
-            raise StateMismatch(
-                f"the shards were saved by rank {state['rank']} of {state['world_size']}, and this "
-                f"is rank {place['rank']} of {place['world_size']}: FSDP's flat parameters fit as "
-                f"many ranks only. Start {state['world_size']} of them; ModelParallelStrategy with "
-                "fully_shard() resumes with another number"
-            )
-        weights, saved = self.weights(), state["weights"]
-        odd = [
-            name for name in {**weights, **saved} if _shape(weights, name) != _shape(saved, name)
-        ]
-        optimizers = self._trainer.optimizers
-        if odd or len(optimizers) != len(state["optimizers"]):
-            raise StateMismatch(
-                f"the checkpoint has {len(saved)} shards and {len(state['optimizers'])} optimizers,"
-                f" and this fit {len(weights)} and {len(optimizers)}; of another shape are: "
-                f"{', '.join(odd[:3]) or 'none'}. Give the model and the strategy that it was "
-                "saved with, or begin anew with another directory="
-            )
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                tensor.copy_(saved[name])
-        for number, optimizer in enumerate(optimizers):
-            try:
-                load_optimizer(optimizer, state["optimizers"][number])
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise StateMismatch(
-                    f"what was saved does not fit optimizer {number} ({type(optimizer).__name__}): "
-                    f"{error}"
-                ) from error
-
-    def _place(self) -> dict[str, int]:
-        return {"rank": self._trainer.global_rank, "world_size": self._trainer.world_size}
-
-
-def _flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        handle = getattr(module, "_handle", None)
-        if type(module).__name__ == "FullyShardedDataParallel" and handle is not None:
-            yield name, handle.flat_param
-
-
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
-    found = tensors.get(name)
-    return None if found is None else found.shape
+    return FlatShards(trainer) if "FSDPStrategy" in names else Distributed(trainer)
 
 
 # --- what of Lightning is known

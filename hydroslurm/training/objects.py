@@ -24,7 +24,6 @@ from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.tree import like_of
 from hydroslurm.errors import CheckpointError, StateMismatch, UnsavableState, UsageError
 from hydroslurm.runtime.engine import Engine
-from hydroslurm.training.readback import load_module, load_optimizer, lost
 
 _FIXED = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, GradScaler)
 """Classes whose objects make nothing new when they are loaded."""
@@ -162,12 +161,16 @@ class Objects:
                 f"{', '.join(states) or 'nothing'}. Was it written by another script, or before "
                 "these objects were registered? Use another directory= to start anew"
             )
+        from hydroslurm.training.readback import lost  # only a resumed run needs it
+
         for name in sorted(self._objects, key=lambda name: name in _LOADED_LAST):
             self._load_one(name, self._objects[name], states[name], source)
         sentences = (lost(name, thing, states[name]) for name, thing in self._objects.items())
         return [sentence for sentence in sentences if sentence is not None]
 
     def _load_one(self, name: str, thing: Stateful, state: Any, source: str) -> None:
+        from hydroslurm.training.readback import load_module, load_optimizer
+
         try:
             if isinstance(thing, torch.nn.Module) and isinstance(state, dict):
                 # torch's own complaint comes after it has copied what did fit
