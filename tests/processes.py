@@ -178,7 +178,7 @@ def wait_until(
                 f"not within {patience(limit_s)} s: {what() if callable(what) else what}"
             )
         # looks that ask Slurm, or read much, would take the processor from what is waited for
-        time.sleep(min(max(0.005, 4 * (now - looked)), 0.2))
+        time.sleep(min(max(0.005, 9 * (now - looked)), 0.2))
 
 
 def captured(

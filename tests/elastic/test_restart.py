@@ -17,8 +17,6 @@ from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 
-ELASTIC = pytest.mark.long
-
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[RestartStory]:
@@ -88,12 +86,22 @@ def test_a_member_restarts_its_worker_as_often_as_it_may(story: RestartStory) ->
 
 def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
     """Its worker is none of the run any more; one that wakes up is refused, ends its worker and
-    leaves. Too few wait, without workers, for a newcomer, over the death of the coordinator."""
+    leaves. Too few wait, without workers, for a newcomer, over the death of the coordinator. A
+    worker that alone is stopped is named, killed and started again."""
     with RestartStory(tmp_path, min=2, max=3, silent_s=1.5, gather_s=20.0) as story:
-        story.start_all("abc")
-        story.wait_for_workers(1, *"abc")
+        story.start_all("abc", "--max-restarts=1")
+        workers = story.wait_for_workers(1, *"abc")
+        (stopped,) = [one["pid"] for one in workers if one["member"] == "a"]
+        os.kill(stopped, signal.SIGSTOP)
+        story.wait_for_workers(2, *"abc")
+        cause = story.entries("generation")[1]["cause"]
+        assert re.match(rf"a: local rank 0 \(pid {stopped}\) has been stopped for \d s", cause), (
+            cause
+        )
+        assert not Path(f"/proc/{stopped}").exists()
+        assert not story.entries("failure"), story
         story.signal("b", signal.SIGSTOP)
-        story.wait_for_workers(2, *"ac")
+        story.wait_for_workers(3, *"ac")
         assert "silent for" in story.entries("failure")[0]["reason"]
         story.signal("b", signal.SIGCONT)
         assert story.members["b"].wait() == RUN_AGAIN, story
@@ -118,14 +126,15 @@ def test_arguments_about_the_rendezvous_are_refused(story: RestartStory) -> None
     assert any("--nnodes, --rdzv-endpoint: the coordinator" in line for line in child.lines), story
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hang", "timeout_s", "why"),
     [
         ("stop", 1800, r"has been stopped for \d s \(SIGSTOP\)"),
-        pytest.param("sleep", 20, r"train.py:\d+ in <module>, and does nothing", marks=ELASTIC),
-        pytest.param("spin", 20, r"train.py:\d+ in <module>, though it is busy", marks=ELASTIC),
-        pytest.param("before", 20, r"train.py:\d+ in <module>, and .* init_process", marks=ELASTIC),
-        pytest.param("end", 20, r"threading.py:\d+ in _shutdown, .* have ended", marks=ELASTIC),
+        ("sleep", 20, r"train.py:\d+ in <module>, and does nothing"),
+        ("spin", 20, r"train.py:\d+ in <module>, though it is busy"),
+        ("before", 20, r"train.py:\d+ in <module>, and .* init_process"),
+        ("end", 20, r"threading.py:\d+ in _shutdown, .* have ended"),
     ],
 )
 def test_a_worker_that_hangs_is_found(

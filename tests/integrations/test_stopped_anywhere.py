@@ -70,7 +70,6 @@ ALWAYS = [
     # in the sanity check, in validation, at the ends of epochs
     lightning("plain", "eval:1 step:1 step:10 eval:2 epoch:1 eval:1 epoch:1"),
     lightning("stream", "step:3 step:8 eval:2 step:9"),
-    lightning("averaged", "step:4 eval:1 step:6"),
     lightning("thaw", "step:4 step:9 eval:1 step:3"),
     # with 3 ranks an order of sums matters: DDP has another one in its first step
     lightning("ddp", "step:2@2", 3),
@@ -78,7 +77,6 @@ ALWAYS = [
     # before the first step, within one, at the ends of epochs, in evaluations
     transformers("plain", "start:1 step:2 forward:2 epoch:1 eval:2 step:2 epoch:1 eval:2"),
     transformers("own checkpoint", "step:9 epoch:1", trainings=2),
-    transformers("two trainers", "step:4 step:11", trainings=2),
     # which trains with FSDP2 what a Trainer that nobody stops would
     transformers("fsdp2", "step:3@1", 2),
     Row("accelerate_loop.py out --workers 1 --accumulate 2", ACCELERATE, "step:2 step:1"),
@@ -87,6 +85,8 @@ ALWAYS = [
     loaders("now and then; accumulated, seeded"),
 ]
 SOMETIMES = [
+    transformers("two trainers", "step:4 step:11", trainings=2),
+    lightning("averaged", "step:4 eval:1 step:6"),
     lightning("accumulate", "forward:4 step:1 eval:2 step:4"),
     lightning("workers", "step:5 eval:2 step:12"),
     lightning("max_steps", "step:6 step:5 step:9"),
