@@ -3,6 +3,7 @@
  * It blocks every signal, needs no GIL, and is the only thread that arms and disarms. */
 #include <errno.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,6 +19,9 @@ namespace {
  * is a Python thread: awake, it would compete for the GIL with the thread on its way to the gate (median time until
  * first held: 169 us with immediate notification, about 75 us so). */
 constexpr int64_t kNotifyDelay_ns = 1 * kMs;
+/* Let the timer of a closing's first wait expire with the kernel's tick. The thread on its way to the gate may wait for this
+ * very core, and in a virtual machine a timer of its own takes 12 us to set; a held thread ends the wait anyway. */
+constexpr unsigned long kArrivalSlack_ns = 4 * kMs;
 constexpr int64_t kTickMin_ns = 1 * kMs;
 constexpr int64_t kTickMax_ns = 10 * kMs;
 constexpr int64_t kParkedTick_ns = 200 * kMs;
@@ -47,10 +51,13 @@ class Watcher {
     void collect() noexcept;
     void collect_latch(Latch &latch, uint64_t &seen, int action, int signo) noexcept;
     uint32_t causes_now() noexcept;
-    void move() noexcept;
-    void close(uint32_t causes_before) noexcept;
+    bool wants_closed(uint32_t causes) const noexcept;
+    int close_at_once() noexcept;
+    void move(int closed) noexcept;
+    int close(uint32_t causes) noexcept;
+    void report_closed() noexcept;
     void report_refused(int error, uint32_t causes_before) noexcept;
-    int64_t oldest_request_ns() const noexcept;
+    int64_t oldest_request_ns(uint32_t causes) const noexcept;
     void report_opened() noexcept;
     void update_window() noexcept;
     void close_window() noexcept;
@@ -113,9 +120,11 @@ void Watcher::run() noexcept {
     for (;;) {
         const uint32_t seen_wakeup = gate.wakeup.load();
         const bool quit = gate.quit.load();
+        const int closed = close_at_once();
         collect();
         if (!closed_) report_release();
-        move();
+        if (closed > 0) report_closed();
+        move(closed);
         if (quit) break;
         update_window();
         if (is_closed()) report_held();
@@ -126,11 +135,14 @@ void Watcher::run() noexcept {
         }
         stop_for_terminal();
         announce();
-        futex_wait(gate.wakeup, seen_wakeup, wait_timeout_ns());
+        const int64_t timeout_ns = wait_timeout_ns();
+        const bool first_wait = closed_ && is_notify_delayed() && moved_ns_ == closed_ns_;
+        prctl(PR_SET_TIMERSLACK, first_wait ? kArrivalSlack_ns : 0); /* 0: the default */
+        futex_wait(gate.wakeup, seen_wakeup, timeout_ns);
     }
     while (closed_) { /* at the stop a handler was about to open: only the scheduler delays it */
         sched_yield();
-        move();
+        move(0);
     }
     report_release();
     end_mark(resuming_);
@@ -199,14 +211,28 @@ uint32_t Watcher::causes_now() noexcept {
 
 /* --- open and close ----------------------------------------------------------------------------------------- */
 
-void Watcher::move() noexcept {
+bool Watcher::wants_closed(uint32_t causes) const noexcept {
+    const bool vacated = closed_ && (causes & HS_CAUSE_VACATED) != 0; /* keeps a gate closed; never closes it after a stop */
+    return causes != 0 && (!stopping_ || vacated) && !gate.quit.load();
+}
+
+/* Close for a pause before its events are made: the training thread runs on until then. 1: closed; 0: nothing to do; -errno. */
+int Watcher::close_at_once() noexcept {
+    if (closed_ || signals.stop.load() != 0) return 0;
+    const uint32_t causes = causes_now();
+    if (!wants_closed(causes)) return 0;
+    const int error = close(causes);
+    return error < 0 ? error : 1;
+}
+
+/* `closed`: of close_at_once(). */
+void Watcher::move(int closed) noexcept {
     const uint32_t before = causes_;
     causes_ = causes_now();
     gate.causes.store(causes_);
     held_for_ |= causes_;
-    const bool vacated = closed_ && (causes_ & HS_CAUSE_VACATED) != 0; /* keeps a gate closed; never closes it after a stop */
-    const bool want_closed = causes_ != 0 && (!stopping_ || vacated) && !gate.quit.load();
-    bool moved = false;
+    const bool want_closed = wants_closed(causes_);
+    bool moved = closed > 0;
     if (closed_ && (!want_closed || gate.closed.load() == 0)) {
         gate_open(closing_);
         if (gate.closed.load() != 0) return; /* a handler is about to open, and then wakes us */
@@ -215,7 +241,10 @@ void Watcher::move() noexcept {
         moved = true;
     }
     if (want_closed && !closed_) {
-        close(before);
+        if (const int error = closed < 0 ? closed : close(causes_); error < 0)
+            report_refused(error, before);
+        else
+            report_closed();
         moved = true;
     }
     /* even if a request changed nothing: the caller waits for an answer */
@@ -224,22 +253,33 @@ void Watcher::move() noexcept {
     if (stopping_ && !closed_) gate.state.store(HS_STATE_STOPPING);
 }
 
-void Watcher::close(uint32_t causes_before) noexcept {
+/* 0; -errno if torch refuses the callback. */
+int Watcher::close(uint32_t causes) noexcept {
+    held_for_ = causes;
+    gate.causes.store(causes);
     gate.passed.store(0);
     gate.capturing.store(0);
     gate.quiet.store(0);
     gate.window.closing.store(0);
     gate.window.allowance.store(0);
     gate.window.collectives.store(0);
-    asked_ns_ = oldest_request_ns();
+    asked_ns_ = oldest_request_ns(causes);
     closing_ = gate.last_closing.fetch_add(1) + 1;
     gate.closes.fetch_add(1); /* before threads can be held: they report the pause's number */
     gate.closed.store(closing_); /* before arming: the first operator must find it closed */
-    if (const int error = arm(); error < 0) return report_refused(error, causes_before);
+    const int error = arm();
+    closed_ns_ = mono_ns();
+    if (error == 0) return 0;
+    gate.closed.store(0);
+    gate.closes.fetch_sub(1);
+    generation_advance();
+    return error;
+}
+
+void Watcher::report_closed() noexcept {
     refused_ = false;
     closed_ = true;
-    held_for_ = causes_;
-    closed_ns_ = moved_ns_ = mono_ns();
+    moved_ns_ = closed_ns_;
     tick_ns_ = kTickMin_ns;
     notify_after_ns_ = closed_ns_ + kNotifyDelay_ns;
     first_reported_ = false;
@@ -254,9 +294,6 @@ void Watcher::close(uint32_t causes_before) noexcept {
 }
 
 void Watcher::report_refused(int error, uint32_t causes_before) noexcept {
-    gate.closed.store(0);
-    gate.closes.fetch_sub(1);
-    generation_advance();
     if (!refused_ || causes_ != causes_before) {
         hs_event event = event_with(HS_EVENT_CAUSES_CHANGED, asked_ns_);
         event.count = -error;
@@ -266,10 +303,10 @@ void Watcher::report_refused(int error, uint32_t causes_before) noexcept {
     refused_ = true;
 }
 
-int64_t Watcher::oldest_request_ns() const noexcept {
+int64_t Watcher::oldest_request_ns(uint32_t causes) const noexcept {
     int64_t oldest_ns = INT64_MAX;
     for (int bit = 0; bit < kCauses; ++bit)
-        if (causes_ >> bit & 1) oldest_ns = std::min(oldest_ns, signals.pause[bit].load());
+        if (causes >> bit & 1) oldest_ns = std::min(oldest_ns, signals.pause[bit].load());
     return oldest_ns;
 }
 
