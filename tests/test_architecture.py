@@ -98,7 +98,7 @@ def test_imports_point_one_way() -> None:
 
 
 JOBS_ORDER = (
-    *("images", "spec", "plan", "layout", "submission", "task", "supervisor", "elastic"),
+    *("images", "spec", "plan", "layout", "submission", "task", "supervisor"),
     *("launch", "control"),
 )
 """Each part of jobs/ imports from itself and those before it only; agent/ stands alone."""

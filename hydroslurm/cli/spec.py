@@ -73,8 +73,8 @@ def render(
         typer.echo(dumps(spec.job), nl=False)
         return
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.jobs.launch.elastic_job import coordinator_script, member_script, of_one_member
-    from hydroslurm.jobs.launch.job_script import job_script
+    from hydroslurm.jobs.launch.elastic_job import of_one_member
+    from hydroslurm.jobs.launch.scripts import job_script, member_script
     from hydroslurm.jobs.launch.training_job import plan_for
 
     spec = of_one_member(spec)
@@ -82,12 +82,10 @@ def render(
     for note in notes:
         typer.echo(f"hydroslurm: {note}", err=True)
     run = RunDir(folder.absolute() / "RUN_FOLDER")
-    if spec.job.elastic is None:
-        typer.echo(job_script(spec.job, plan, run), nl=False)
-        return
-    typer.echo(coordinator_script(spec.job, run))
-    typer.echo("# --- of each member, which the coordinator submits:")
-    typer.echo(member_script(spec.job, plan, run, {}), nl=False)
+    typer.echo(job_script(spec.job, plan, run), nl=False)
+    if spec.job.elastic is not None:
+        typer.echo("\n# --- of each member, which the coordinator submits:")
+        typer.echo(member_script(spec.job, plan, run, {}), nl=False)
 
 
 def schema(

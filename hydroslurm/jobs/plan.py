@@ -80,12 +80,10 @@ class ElasticPlan:
     """Of a job whose members come and go; its tasks are those of one member.
 
     Attributes:
-        job_name: of the members' jobs, and of no others.
         base: how many members belong into the base array; 0: there is none.
         exclude_after: a node on which so many members have failed gets no more.
     """
 
-    job_name: str
     base: int
     exclude_after: int
 

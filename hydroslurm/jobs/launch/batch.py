@@ -9,16 +9,13 @@ job as failed.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Mapping
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
-from hydroslurm.core.proc import module_command
 from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.runtime.autoload import PREEMPT_ENV, say
 from hydroslurm.slurm.allocation import Allocation
@@ -32,18 +29,6 @@ PATIENCE = RetryPolicy(first_delay_s=1.0, give_up_after_s=31.0)
 the job may be in the queue. Then it ends with the status of its ranks."""
 FORWARDED = frozenset({signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGUSR2})
 """Signals that ``--signal=B:`` and ``scancel --batch`` send to the batch shell alone."""
-
-
-def in_option_line(text: str) -> str:
-    """Escape a text that submitit puts into an ``#SBATCH`` line: submitit quotes for a shell, but
-    sbatch takes a backslash for an escape even between single quotes. Seen on Slurm 22.05.8."""
-    return text.replace("\\", "\\\\")
-
-
-def last_line() -> str:
-    """The end of a batch script of ours, after ranks whose status is in ``$status``."""
-    command = module_command(sys.executable, "hydroslurm.cli", "batch", "--ended")
-    return f'exec {shlex.join(command)} "$status"'
 
 
 def run_batch(command: list[str], environ: Mapping[str, str]) -> int:

@@ -9,8 +9,6 @@ that the coordinator submits.
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,40 +17,23 @@ from typing import Any
 
 import msgspec
 
-from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
-from hydroslurm.core.proc import module_command
-from hydroslurm.core.rundir import ELASTIC_ENV, RUN_DIR_ENV, RunDir
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size
 from hydroslurm.errors import RunFolderError, UsageError
-from hydroslurm.jobs.images import Runtime
-from hydroslurm.jobs.launch.batch import in_option_line, last_line
-from hydroslurm.jobs.launch.job_script import (
-    SUPERVISOR_STARTS,
-    base_of,
-    log_of_shell,
-    python_line,
-    script_of,
-    what_it_needs,
-    where_of,
-)
+from hydroslurm.jobs.launch.scripts import base_of, member_script
 from hydroslurm.jobs.layout import ranks_of_agent
 from hydroslurm.jobs.plan import ElasticPlan, Plan
 from hydroslurm.jobs.spec.job import TrainingJob, of_restart
 from hydroslurm.jobs.spec.reading import JobSpec
 from hydroslurm.jobs.spec.source import path_text
-from hydroslurm.jobs.supervisor.bad_nodes import node_command
-from hydroslurm.jobs.supervisor.job_step import container_options
-from hydroslurm.runtime.autoload import PREEMPT_ENV
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import PreemptAction, find_partition, site_policy
 from hydroslurm.slurm.programs import sbatch
 from hydroslurm.slurm.values import Job, JobState
 
-COORDINATOR_WARNING_S = 60
-"""Before its time limit the coordinator has itself requeued; the members train on meanwhile."""
 BESIDE = 2
 """Jobs beside the members: the coordinator's, and the one that cleans up."""
 _NEVER_TAKEN = re.compile(
@@ -296,9 +277,7 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
                 write_atomically(folder.root / f"{name}.sbatch", script, durable=True)
     except OSError as error:
         raise RunFolderError(f"cannot write {folder.root}: {error.strerror}") from error
-    made = ElasticPlan(
-        run.root.name, elastic.min if has_base else 0, elastic.exclude_after_failures
-    )
+    made = ElasticPlan(elastic.min if has_base else 0, elastic.exclude_after_failures)
     return replace(plan, elastic=made)
 
 
@@ -310,81 +289,3 @@ def _autoscale_of(job: TrainingJob) -> AutoscalePolicy | None:
     rules = job.elastic.autoscale.model_dump()
     rules["partition"] = rules["partition"] or job.scheduler.partition or ""
     return msgspec.convert(rules, AutoscalePolicy)
-
-
-def coordinator_script(job: TrainingJob, run: RunDir) -> str:
-    """The batch script of the coordinator: one CPU, started again when it is killed."""
-    assert job.elastic is not None
-    options: dict[str, Any] = {
-        **where_of(job),
-        **base_of(job.elastic),
-        "job-name": in_option_line(job.name),
-        "comment": rundir.comment_for(run),
-        "nodes": 1,
-        "ntasks-per-node": 1,
-        "cpus-per-task": 1,
-        "requeue": True,
-        "signal": f"B:URG@{COORDINATOR_WARNING_S}",
-        "output": log_of_shell(run),
-        "open-mode": "append",
-    }
-    lines = [
-        "# Slurm signals this shell alone where it tracks processes by cgroups",
-        """trap 'kill -TERM "$coordinator" 2>/dev/null' TERM""",
-        """trap 'kill -URG "$coordinator" 2>/dev/null' URG""",
-        "trap : USR1 USR2",
-        f"for start in {' '.join(str(n + 1) for n in range(SUPERVISOR_STARTS))}; do",
-        f"    {python_line('hydroslurm.jobs.elastic.main', str(run.root))} &",
-        "    coordinator=$!",
-        "    while :; do",
-        '        wait "$coordinator"',
-        "        status=$?",
-        "        # above 128: a signal interrupted `wait`, or ended the coordinator",
-        '        [ "$status" -gt 128 ] && kill -0 "$coordinator" 2>/dev/null || break',
-        "    done",
-        "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
-        '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
-        "done",
-        last_line(),
-    ]
-    return script_of(options, lines)
-
-
-def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, Any]) -> str:
-    """The batch script of one element. It is not requeued: the coordinator submits another one,
-    which need not wait."""
-    options = {
-        **what_it_needs(job, plan),
-        **where,
-        "job-name": run.root.name,
-        "comment": rundir.comment_for_members(run),
-        "no-requeue": True,
-        "output": f"{run.logs}/member-%A_%a.log",
-        "open-mode": "append",
-    }
-    variables = dict(plan.rank_env)
-    if not job.has_agent:  # a rank that is a member pauses for nobody: the others would wait for it
-        variables.pop(PREEMPT_ENV, None)
-    member = '"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"'
-    root = shlex.quote(str(run.root))
-    python = "python3" if plan.runtime == Runtime.PYXIS else sys.executable
-    task = module_command(python, "hydroslurm.jobs.task", str(run.plan_json))
-    check = []
-    if plan.preflight is not None:
-        words = node_command(plan.preflight, run, plan.tasks[0].working_directory)
-        failed = 'echo "hydroslurm: preflight failed with status $?"; exit 1'
-        check = [f"srun --nodes=1 --ntasks=1 {shlex.join(words)} || {{ {failed}; }}"]
-    lines = [
-        "# the ranks get these signals, too; this shell must outlive them",
-        "trap : TERM URG USR1 USR2",
-        *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
-        f"export {ELASTIC_ENV}={root}",
-        "export HYDROSLURM_ALONE=1 MASTER_ADDR=127.0.0.1  # its ranks meet on the node, alone",
-        f"export {RUN_DIR_ENV}={root}/elastic/members/{member}",
-        *check,
-        f"srun --nodes=1 --ntasks={len(plan.tasks)} --cpus-per-task={plan.cpus_per_task} \\",
-        "    --kill-on-bad-exit=0 --wait=0 --export=ALL --unbuffered --open-mode=append \\",
-        f"    --output={shlex.quote(str(run.logs))}/member-{member}-%t.log \\",
-        f"    {shlex.join([*container_options(plan, run.root), *task])}",
-    ]
-    return script_of(options, lines)

@@ -40,7 +40,6 @@ from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import MaybeSubmitted, RunFolderError, SlurmMissing, UsageError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
 from hydroslurm.jobs.launch.sbatch import (
     new_run,
@@ -48,6 +47,7 @@ from hydroslurm.jobs.launch.sbatch import (
     refuse_hopeless,
     submit_script,
 )
+from hydroslurm.jobs.launch.scripts import in_option_line, last_line
 from hydroslurm.jobs.spec.script import check_options
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV

@@ -5,7 +5,7 @@
       plan.json     what each task runs (holds the environment: 0600, in a folder of 0700)
       conditions.jsonl, starts.jsonl how it went: see hydroslurm.jobs.supervisor
 
-The batch script (:mod:`hydroslurm.jobs.launch.job_script`) runs the supervisor, without srun; the
+The batch script (:mod:`hydroslurm.jobs.launch.scripts`) runs the supervisor, without srun; the
 supervisor starts the job step with the ranks. No string of the spec is part of a shell command:
 what sbatch gets is checked to be one harmless word, and the tasks read all the rest from plan.json.
 """
@@ -23,8 +23,8 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, MaybeSubmitted, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
-from hydroslurm.jobs.launch.job_script import janitor_script, job_script
 from hydroslurm.jobs.launch.sbatch import new_submission, refuse_hopeless, submit_script
+from hydroslurm.jobs.launch.scripts import janitor_script, job_script
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -120,13 +120,8 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
             plan = elastic_job.prepare(spec.job, plan, run)
         intent = _intent(spec.job, plan)
         _record(run, spec, plan, intent)
-        script = (
-            elastic_job.coordinator_script(spec.job, run)
-            if spec.job.elastic is not None
-            else job_script(spec.job, plan, run)
-        )
         try:
-            job_id = _submit(script, run.job_sbatch, run)
+            job_id = _submit(job_script(spec.job, plan, run), run.job_sbatch, run)
         except MaybeSubmitted as error:
             add_condition(
                 run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)

@@ -1,4 +1,5 @@
-"""The programs of a TrainingJob's batch scripts: the supervisor, and the janitor behind it.
+"""``python -m hydroslurm.jobs.supervisor.main [--clean] RUN_FOLDER``: the program of the batch script
+of a TrainingJob, the supervisor; and of the job that cleans up after it, the janitor.
 
 The janitor is a job of its own that depends on the end of the first. Slurm starts it when that job
 has ended for good, not at a requeue (seen on 22.05.8).
@@ -14,25 +15,27 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
-from hydroslurm.errors import LaunchError, SlurmError
+from hydroslurm.errors import HydroslurmError, LaunchError, SlurmError, StaleAttempt
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
 from hydroslurm.jobs.supervisor.notify import notifying
-from hydroslurm.jobs.supervisor.supervise import Outcome, Supervisor
+from hydroslurm.jobs.supervisor.supervise import Supervisor
 from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.values import Job
 
 
-def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
-    """Supervise the job of a run folder, within the allocation that this process is in.
+def supervise(root: Path, *, environ: Mapping[str, str]) -> int:
+    """Supervise the job of a run folder, within the allocation that this process is in; return the
+    exit status of its batch script.
 
     Raises:
         LaunchError: the folder holds no job, or this is not a batch script.
@@ -43,16 +46,19 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
     allocation = Allocation.from_environ(environ)
     if allocation is None:
         raise LaunchError("a supervisor runs in the batch script of its job; submit the job")
-    supervisor = Supervisor(
-        run,
-        plan,
-        client=open_client(environ=environ),
-        allocation=allocation,
-        environ=environ,
-        log=log,
-    )
     with notifying(plan, run, log=log), tensorboard(plan.tensorboard, run, log=log):
-        return supervisor.supervise()
+        if plan.elastic is not None:
+            from hydroslurm.jobs.supervisor.elastic import ElasticSupervisor
+
+            return ElasticSupervisor(
+                run, plan, allocation=allocation, environ=environ, log=log
+            ).supervise()
+        outcome = Supervisor(
+            run, plan, client=open_client(environ=environ), allocation=allocation,
+            environ=environ, log=log,
+        ).supervise()  # fmt: skip
+    log(outcome.message)
+    return outcome.status
 
 
 def trusted_plan(run: RunDir) -> Plan:
@@ -74,7 +80,7 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
     """Apply cleanPolicy, and record how the job ended unless that is recorded; returns what was
     done.
 
-    The job's processes need no cleaning: they ended with it.
+    The job's processes need no cleaning: they ended with it, but for the members of an elastic one.
     """
     run = RunDir(root)
     plan = read_plan(run.plan_json)
@@ -96,6 +102,10 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
     if plan.limits.clean_policy == "All" and run.scratch.is_dir():
         shutil.rmtree(run.scratch, ignore_errors=True)
         done.append("scratch folders removed")
+    if plan.elastic is not None:
+        from hydroslurm.jobs.supervisor.elastic import allocator_of
+
+        allocator_of(run, plan, environ=environ, log=log).cancel_all()
     return "; ".join(done) or "nothing was left to do"
 
 
@@ -118,14 +128,20 @@ def log(message: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m hydroslurm.jobs.supervisor.main [--clean] RUN_FOLDER``: the supervisor, or the
-    janitor."""
-    if arguments[0] == CLEAN:
-        log(f"cleaned up: {clean(Path(arguments[1]), environ=os.environ)}")
+    try:
+        if arguments[0] == CLEAN:
+            log(f"cleaned up: {clean(Path(arguments[1]), environ=os.environ)}")
+            return 0
+        return supervise(Path(arguments[0]), environ=os.environ)
+    except StaleAttempt as error:
+        log(str(error))
         return 0
-    outcome = supervise(Path(arguments[0]), environ=os.environ)
-    log(outcome.message)
-    return outcome.status
+    except SlurmError as error:
+        log(f"{error}; this job goes back into the queue")
+        return RUN_AGAIN
+    except HydroslurmError as error:
+        log(str(error))
+        return 1
 
 
 if __name__ == "__main__":

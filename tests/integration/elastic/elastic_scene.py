@@ -106,7 +106,7 @@ class ElasticScene(Scene):
         self.assert_nothing_is_left()
 
     def kill_coordinator(self, *, signo: signal.Signals = signal.SIGKILL) -> None:
-        (pid,) = self.processes("-u -m hydroslurm.jobs.elastic.main")
+        (pid,) = self.processes("-u -m hydroslurm.jobs.supervisor.main")
         os.kill(pid, signo)
 
     def member_processes(self) -> list[tuple[str, int]]:

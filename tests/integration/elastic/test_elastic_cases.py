@@ -16,8 +16,8 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
     12  killed while a checkpoint is written  checkpoint/test_joint
     13  grace shorter than the save           checkpoint/test_deadline, test_stop (of fixed size)
     14  exit statuses                         trainingjob/test_scenes (of fixed size)
-    15  too many failures                     jobs/elastic/test_elements
-    16  ten preemptions                       jobs/elastic/test_elements
+    15  too many failures                     jobs/supervisor/test_elements
+    16  ten preemptions                       jobs/supervisor/test_elements
     17  scontrol update NumNodes; --no-kill   test_fixed_size (of fixed size)
     18  scale; by drain                       test_elastic_job; here
     19  every sample once                     make demo (act 3); elastic/test_day, test_restart

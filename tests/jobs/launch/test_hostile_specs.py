@@ -16,7 +16,7 @@ from processes import wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError, SpecError
-from hydroslurm.jobs.launch.job_script import job_script
+from hydroslurm.jobs.launch.scripts import job_script
 from hydroslurm.jobs.launch.training_job import SubmittedJob, plan_for, submit_job
 from hydroslurm.jobs.spec.reading import JobSpec, load, loads
 from hydroslurm.slurm.client import open_client

@@ -27,7 +27,8 @@ from hydroslurm.jobs.images import (
     pyxis_image,
     pyxis_options,
 )
-from hydroslurm.jobs.launch.elastic_job import member_script, of_one_member, prepare
+from hydroslurm.jobs.launch.elastic_job import of_one_member, prepare
+from hydroslurm.jobs.launch.scripts import member_script
 from hydroslurm.jobs.launch.training_job import plan_for
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.plan import Plan, Step, TaskPlan, read_plan

@@ -1,5 +1,4 @@
-"""``python -m hydroslurm.jobs.elastic.main [--clean] RUN_FOLDER``: the program of an elastic job's
-batch script, and of the job that cleans up after it.
+"""The supervisor of an elastic job, with its coordinator.
 
 The coordinator serves the members; beside it members are submitted and replaced. Whatever ends
 this process leaves the members as they are, unless the run has ended or was cancelled: the next
@@ -9,10 +8,8 @@ one goes on from the ledger.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,29 +17,19 @@ from typing import Any
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN
 from hydroslurm.core.files import read_end
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.trust import user_name
 from hydroslurm.elastic import coordinator as elastic_coordinator
 from hydroslurm.elastic.folder import ElasticFolder
-from hydroslurm.errors import (
-    HydroslurmError,
-    LaunchError,
-    RunFolderError,
-    SlurmError,
-    StaleAttempt,
-)
-from hydroslurm.jobs.elastic.allocator import Allocator
-from hydroslurm.jobs.elastic.elements import Elements
-from hydroslurm.jobs.plan import Plan, read_plan
-from hydroslurm.jobs.supervisor import CLEAN
+from hydroslurm.errors import RunFolderError
+from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.supervisor.allocator import Allocator
 from hydroslurm.jobs.supervisor.conditions import (
     ConditionType,
     add_condition,
     final_condition,
     read_conditions,
 )
-from hydroslurm.jobs.supervisor.main import clean, log, trusted_plan
-from hydroslurm.jobs.supervisor.notify import notifying
-from hydroslurm.jobs.supervisor.tensorboard import tensorboard
+from hydroslurm.jobs.supervisor.elements import Elements
+from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.policy import StopReason
 from hydroslurm.slurm.stops import IN_GRACE, ask_why
@@ -56,36 +43,38 @@ _MOST_WORDS = 300
 """Characters of a line that go into the ledger."""
 
 
-class ElasticJob:
+class ElasticSupervisor:
     """One start of an elastic job's coordinator."""
 
-    def __init__(self, root: Path, *, environ: Mapping[str, str]) -> None:
-        """
-        Raises:
-            LaunchError: this is not the folder of an elastic job, or not its batch script.
-            RunFolderError: others may have written what is to run.
-        """
-        self._run = RunDir(root)
-        self._plan = trusted_plan(self._run)
-        if not environ.get("SLURM_JOB_ID"):
-            raise LaunchError("the coordinator runs in the batch script of its job; submit the job")
+    def __init__(
+        self,
+        run: RunDir,
+        plan: Plan,
+        *,
+        allocation: Allocation,
+        environ: Mapping[str, str],
+        log: Callable[[str], None],
+    ) -> None:
+        """``allocation``: of the job whose batch script this is."""
+        self._run = run
+        self._allocation = allocation
         self._environ = environ
-        self._folder = ElasticFolder(run=root)
-        self._allocator = allocator_of(self._run, self._plan, environ=environ)
+        self._log = log
+        self._allocator = allocator_of(run, plan, environ=environ, log=log)
         self._signal: int | None = None
         self._coordinator: elastic_coordinator.Coordinator | None = None
         self._status = 0
 
-    def coordinate(self) -> int:
-        """Serve until the run has ended, or this process has to go; return the exit status."""
+    def supervise(self) -> int:
+        """Serve until the run has ended, or this process has to go; return the exit status.
+
+        Raises:
+            StaleAttempt: a newer coordinator has taken over.
+        """
         for number in (signal.SIGTERM, signal.SIGURG, signal.SIGINT):
             signal.signal(number, self._on_signal)
         if self._verdict() is None:
-            with (
-                notifying(self._plan, self._run, log=log),
-                tensorboard(self._plan.tensorboard, self._run, log=log),
-            ):
-                self._serve()
+            self._serve()
         verdict = self._verdict()
         if self._status == RUN_AGAIN or verdict is None:
             return self._status or RUN_AGAIN
@@ -93,7 +82,7 @@ class ElasticJob:
         return CANCELLED if verdict == "Cancelled" else FAILED if verdict else 0
 
     def _serve(self) -> None:
-        served = elastic_coordinator.start(self._folder)
+        served = elastic_coordinator.start(ElasticFolder(run=self._run.root))
         self._coordinator = served
         served.observers += [self._observe, self._allocator.observe]
         served.on_tick.append(self._on_tick)
@@ -124,7 +113,7 @@ class ElasticJob:
                         "Running", "GenerationFormed", f"{len(data['members'])} members train"
                     )
         except RunFolderError as error:  # a full disk: the run goes on without this condition
-            log(str(error))
+            self._log(str(error))
 
     def _on_tick(self, _: float) -> None:
         served = self._coordinator
@@ -154,9 +143,9 @@ class ElasticJob:
         """Slurm ends this process: for another one, or because nobody wants the run any more."""
         stop = ask_why(
             open_client(environ=self._environ, retry_policy=IN_GRACE),
-            int(self._environ["SLURM_JOB_ID"]),
+            self._allocation.job_id,
         )
-        log(f"{signal.Signals(self._signal or signal.SIGTERM).name}: {stop.message}")
+        self._log(f"{signal.Signals(self._signal or signal.SIGTERM).name}: {stop.message}")
         if stop.reason is StopReason.CANCELLED:
             self._give_up(served, "Cancelled", stop.message)
         else:
@@ -174,11 +163,10 @@ class ElasticJob:
     def _end(self, kind: ConditionType, reason: str, message: str) -> None:
         if final_condition(read_conditions(self._run.conditions_jsonl)) is None:
             self._add(kind, reason, message)
-        log(f"{kind}: {message}")
+        self._log(f"{kind}: {message}")
 
     def _add(self, kind: ConditionType, reason: str, message: str) -> None:
-        count = int(self._environ.get("SLURM_RESTART_COUNT", 0) or 0)
-        path = self._run.conditions_jsonl
+        path, count = self._run.conditions_jsonl, self._allocation.restart_count
         add_condition(path, kind, reason=reason, message=message, restart_count=count)
 
     def _verdict(self) -> str | None:
@@ -192,17 +180,15 @@ class ElasticJob:
         self._signal = number
 
 
-def allocator_of(run: RunDir, plan: Plan, *, environ: Mapping[str, str]) -> Allocator:
+def allocator_of(
+    run: RunDir, plan: Plan, *, environ: Mapping[str, str], log: Callable[[str], None]
+) -> Allocator:
     """The allocator of an elastic job."""
-    elastic = plan.elastic
-    if elastic is None:
-        raise LaunchError(f"{run.root} is the folder of a job without elastic")
+    assert plan.elastic is not None
     return Allocator(
         ElasticFolder(run=run.root),
-        Elements(elastic, plan.limits, last_words=lambda name: last_words(run.logs, name)),
+        Elements(plan.elastic, plan.limits, last_words=lambda name: last_words(run.logs, name)),
         client=open_client(environ=environ),
-        user=user_name(),
-        name=elastic.job_name,
         environ=environ,
         log=log,
     )
@@ -217,32 +203,3 @@ def last_words(logs: Path, member: str) -> str:
                 if ": leaves with status " not in line:  # an agent's last word says no why
                     return line[:_MOST_WORDS]
     return ""
-
-
-def clean_up(root: Path, *, environ: Mapping[str, str]) -> str:
-    """After the end of the coordinator's job: no member is left behind."""
-    run = RunDir(root)
-    done = clean(root, environ=environ)
-    allocator_of(run, read_plan(run.plan_json), environ=environ).cancel_all()
-    return done
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        if arguments[0] == CLEAN:
-            log(f"cleaned up: {clean_up(Path(arguments[1]), environ=os.environ)}")
-            return 0
-        return ElasticJob(Path(arguments[0]), environ=os.environ).coordinate()
-    except StaleAttempt as error:
-        log(str(error))
-        return 0
-    except SlurmError as error:
-        log(f"{error}; this job goes back into the queue")
-        return RUN_AGAIN
-    except HydroslurmError as error:
-        log(str(error))
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,13 +15,14 @@ from typing import Any
 
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.threads import thread
+from hydroslurm.core.trust import user_name
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Record
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.elastic.elements import Action, Cancel, Elements, Submit
+from hydroslurm.jobs.supervisor.elements import Action, Cancel, Elements, Submit
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.programs import sbatch, submitted
-from hydroslurm.slurm.values import JobState
+from hydroslurm.slurm.values import Element, JobState
 
 POLL_S = 10.0
 """Between two lists from Slurm: sites dislike more."""
@@ -44,16 +45,12 @@ class Allocator:
         elements: Elements,
         *,
         client: SlurmClient,
-        user: str,
-        name: str,
         environ: Mapping[str, str],
         log: Callable[[str], None],
     ) -> None:
-        """``name``: of the elements' jobs, and of no others."""
         self.elements = elements
         self._folder = folder
         self._client = client
-        self._user, self._name = user, name
         self._environ = {
             key: text
             for key, text in environ.items()
@@ -89,11 +86,15 @@ class Allocator:
 
     def cancel_all(self) -> None:
         """Cancel whatever Slurm has of this run; called when the thread has stopped."""
-        listed = self._client.elements(user=self._user, name=self._name)
+        listed = self._listed()
         left = [one.name for one in listed if not one.state.has_ended]
         self._client.cancel_elements(left)
         if left:
             self._log(f"cancelled {', '.join(left)}")
+
+    def _listed(self) -> tuple[Element, ...]:
+        """What Slurm has of this run: no other job has the name of its run folder."""
+        return self._client.elements(user=user_name(), name=self._folder.run.name)
 
     def wait_until_all_ended(self, *, stop: Callable[[], bool]) -> None:
         """After the end of the training: elements that have not begun are cancelled, the others
@@ -103,7 +104,7 @@ class Allocator:
         while not stop():
             time.sleep(poll_s)
             poll_s = POLL_S
-            listed = self._client.elements(user=self._user, name=self._name)
+            listed = self._listed()
             if all(one.state.has_ended for one in listed):
                 return
             # its member has left long ago; it would stay there until somebody resumes it
@@ -142,7 +143,7 @@ class Allocator:
         if now_s - self._polled_s < every_s:
             return
         self._polled_s = now_s
-        listed = self._client.elements(user=self._user, name=self._name)
+        listed = self._listed()
         self._act(self.elements.seen(listed, now_s))
 
     def _adjust(self, now_s: float) -> None:

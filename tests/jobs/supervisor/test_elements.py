@@ -11,8 +11,9 @@ import pytest
 
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Record
-from hydroslurm.jobs.elastic import allocator
-from hydroslurm.jobs.elastic.elements import (
+from hydroslurm.jobs.plan import ElasticPlan, RunLimits
+from hydroslurm.jobs.supervisor import allocator
+from hydroslurm.jobs.supervisor.elements import (
     LINGERS_S,
     UNSEEN_S,
     Action,
@@ -20,7 +21,6 @@ from hydroslurm.jobs.elastic.elements import (
     Elements,
     Submit,
 )
-from hydroslurm.jobs.plan import ElasticPlan, RunLimits
 from hydroslurm.slurm.values import Element, JobState
 
 RUNNING, PENDING = JobState.RUNNING, JobState.PENDING
@@ -30,7 +30,7 @@ class Ledger:
     """Elements whose actions are carried out as the allocator does, and written down."""
 
     def __init__(self, *, base: int = 0, **limits: Any) -> None:
-        self.plan = ElasticPlan("run", base, exclude_after=2)
+        self.plan = ElasticPlan(base, exclude_after=2)
         self.limits = RunLimits(**limits)
         self.elements = Elements(self.plan, self.limits, last_words="{} said so".format)
         self.lines: list[tuple[str, dict[str, Any]]] = []
@@ -264,10 +264,8 @@ def test_members_that_slurm_has_accepted_are_known_on_a_full_disk(
     said: list[str] = []
     keeper = allocator.Allocator(
         ElasticFolder(run=tmp_path / "not" / "there"),
-        Elements(ElasticPlan("run", 0, 2), RunLimits()),
+        Elements(ElasticPlan(0, 2), RunLimits()),
         client=Mock(),
-        user="me",
-        name="run",
         environ={},
         log=said.append,
     )

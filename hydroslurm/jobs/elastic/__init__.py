@@ -1,1 +1,0 @@
-"""The job of an elastic run's coordinator: it keeps as many members in Slurm as are wanted."""
