@@ -19,7 +19,7 @@ from processes import captured, child
 
 from hydroslurm import cli
 from hydroslurm.errors import UsageError
-from hydroslurm.jobs.spec.script import check_options
+from hydroslurm.jobs.spec.sections import check_options
 from hydroslurm.slurm.client import open_client
 
 HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]

@@ -42,8 +42,8 @@ def scale(
 
     Those that train go on meanwhile.
     """
-    from hydroslurm.elastic import control
     from hydroslurm.elastic.folder import ElasticFolder
+    from hydroslurm.elastic.messages import scale as ask_to_scale
     from hydroslurm.errors import UsageError
     from hydroslurm.observe.find import locate
     from hydroslurm.slurm.client import open_client
@@ -55,8 +55,8 @@ def scale(
             f"job {which} is not elastic, so its size is fixed: give its spec an `elastic:` "
             "section and submit it again"
         )
-    answer = control.scale(folder, size, leave=leave or ())
-    echo(f"{which}: {answer.message}; {sizes(answer.status)}")
+    answer = ask_to_scale(folder, size, leave=leave or ())
+    echo(f"{which}: {answer['message']}; {sizes(answer['status'])}")
 
 
 def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:

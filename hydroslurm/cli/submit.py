@@ -123,7 +123,7 @@ def submit(
 
 def _executor(folder: Path, asked: dict[str, Any], options: dict[str, str | bool]) -> Executor:
     from hydroslurm.jobs.launch.executor import Executor
-    from hydroslurm.jobs.spec.script import check_options
+    from hydroslurm.jobs.spec.sections import check_options
 
     check_options({**asked, "options": options}, spell=_as_option)
     executor = Executor(folder)

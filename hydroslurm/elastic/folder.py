@@ -170,7 +170,7 @@ class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
         batch: ``keep_global``: a step has as many samples at every size as at full size;
             ``per_rank``: each rank keeps its batch size, so that the step follows the size.
         summation: ``fixed_order`` adds gradients in one order at every size, see
-            :mod:`hydroslurm.elastic.fixed_order`; with ``all_reduce`` the order varies.
+            :mod:`hydroslurm.elastic.reduction`; with ``all_reduce`` the order varies.
         averaging_every: the ranks train independently and average weights at this interval, in
             steps; 0: they sum the gradients in each step.
         engine: how the ranks form a generation.

@@ -30,10 +30,10 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.threads import thread
+from hydroslurm.elastic.autoscale import Usage
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
 from hydroslurm.elastic.roster import Average, Awaited, Depart, Directive, Finished, Form, Save
-from hydroslurm.elastic.usage import Usage
 from hydroslurm.errors import CoordinatorLost, HydroslurmError
 
 BEAT_S = 1.0

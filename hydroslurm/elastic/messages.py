@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from hydroslurm.coordination.messages import Count, Number, Text, checker
+from hydroslurm.coordination.channel import ask_first, connect
+from hydroslurm.coordination.messages import Count, Message, Number, Text, checker
+from hydroslurm.coordination.secret import Secret
+from hydroslurm.coordination.world import World
+from hydroslurm.core.trust import user_name
+from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.errors import CoordinatorLost, UsageError
 
+ANSWER_S = 10.0
 MAX_STORE_BYTES = 1 << 20
 """Of one value in the store that process groups meet through; addresses take a few hundred."""
 
@@ -101,3 +109,39 @@ check_from_coordinator = checker(
         "answer": {"ok": bool, "message": Text, "status": dict[str, Any]},
     }
 )
+
+
+def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Message:
+    """Tell the coordinator how many members to use; return its ``answer``.
+
+    Args:
+        leave: names of members that go first; then the newest go.
+
+    Raises:
+        UsageError: the run does not allow this size, or has no such member.
+        CoordinatorLost: the coordinator does not answer.
+        RunFolderError: not the folder of an elastic run of this user.
+    """
+    message = {"type": "scale", "size": size, "leave": list(leave), "by": user_name()}
+    key = folder.key()
+    place = folder.read(folder.coordinator_json)
+    if place is None:
+        raise CoordinatorLost(
+            f"{folder.coordinator_json} is not there: the coordinator of this run has not begun "
+            "yet. `hydroslurm describe` shows whether its job waits"
+        )
+    address = (str(place.get("host")), int(place.get("port", 0)))
+    connection = connect([address], World(), Secret("file", key))
+    if isinstance(connection, str):
+        raise CoordinatorLost(
+            f"the coordinator of this run does not answer at {address[0]}:{address[1]}, where it "
+            f"was on {place.get('node')} (job {place.get('job_id')}). It starts again by itself "
+            "unless its job was cancelled; try again in a moment"
+        )
+    answer, opened = ask_first(
+        connection, message, check=check_from_coordinator, timeout_s=ANSWER_S
+    )
+    opened.socket.close()
+    if not answer["ok"]:
+        raise UsageError(answer["message"])
+    return answer

@@ -45,9 +45,9 @@ from hydroslurm.checkpoint.tree import encode
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.data.position import position_of
 from hydroslurm.data.sampler import ResumableSampler
-from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.group import meeting
+from hydroslurm.elastic.reduction import Accumulation
 from hydroslurm.elastic.roster import Depart, Form
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import UnsavableState, UsageError

@@ -37,9 +37,9 @@ from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
 from hydroslurm.data.global_batches import StepShards, shard_key, share_batches
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
-from hydroslurm.elastic.fixed_order import ShardGradients
 from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
+from hydroslurm.elastic.reduction import ShardGradients
 from hydroslurm.elastic.replica import PeerReplicas
 from hydroslurm.elastic.roster import Depart, Form
 from hydroslurm.elastic.sharded import sharded_modules

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from hydroslurm.checkpoint.census import copied, put
 from hydroslurm.checkpoint.walk import is_plain
-from hydroslurm.elastic.accumulation import Accumulation
-from hydroslurm.elastic.reduction import GradientSum
+from hydroslurm.elastic.reduction import Accumulation, GradientSum
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.script import fingerprint
 

@@ -23,12 +23,12 @@ from hydroslurm.elastic.autoscale import (
     Behavior,
     Decision,
     Observation,
+    Usage,
     decide,
 )
 from hydroslurm.elastic.coordinator import EVENTS, MOST_RANKS, Coordinator, restored
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Size
-from hydroslurm.elastic.usage import Usage
 from hydroslurm.errors import UsageError
 
 EVERY_S = 30.0

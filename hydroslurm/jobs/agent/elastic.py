@@ -47,7 +47,7 @@ from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.agent.node import Departed, Interrupted, Node
+from hydroslurm.jobs.agent.node import Departed, Node
 from hydroslurm.jobs.agent.rendezvous import (
     ExitBarrier,
     Rendezvous,
@@ -220,7 +220,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _unless_stopped(self) -> None:
         if self._stop_asked():
-            raise Interrupted
+            raise Departed(CANCELLED)
 
 
 def launch(
@@ -292,8 +292,6 @@ def launch(
 def _run(chosen: Any, agents: list[NodeAgent]) -> int:
     try:
         _torchrun.run(chosen)
-    except Interrupted:
-        return CANCELLED
     except Departed as departed:
         return departed.status
     except ChildFailedError:

@@ -21,6 +21,7 @@ from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.world import key_from
 from hydroslurm.core import registry
 from hydroslurm.core.events import Event, EventKind, EventLog, clocks
+from hydroslurm.core.exitcodes import CANCELLED
 from hydroslurm.core.rundir import ELASTIC_ENV, RunDir, variables_of
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import thread
@@ -36,17 +37,11 @@ _POLL_S = 0.01
 """Between two looks for workers that listen, while one is owed a request."""
 
 
-class Interrupted(BaseException):
-    """A stop was requested while there was no worker to forward it to.
+class Departed(BaseException):
+    """This agent leaves, with this exit status: a stop was requested while there was no worker to
+    forward it to, or it is a member of an elastic run that goes.
 
     Not an Exception, because torch catches those on the way.
-    """
-
-
-class Departed(BaseException):
-    """The member of an elastic run that this agent is leaves it, with this exit status.
-
-    Not an Exception, for the same reason.
     """
 
     def __init__(self, status: int) -> None:
@@ -115,7 +110,7 @@ class SignalPipe:
         """Let a stop that arrives inside the block end it.
 
         Raises:
-            Interrupted: in the main thread, from the handler.
+            Departed: in the main thread, from the handler.
         """
         self._interruptible = True
         try:
@@ -125,7 +120,7 @@ class SignalPipe:
 
     def _arrived(self, signo: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._interruptible and signo in self._stops:
-            raise Interrupted
+            raise Departed(CANCELLED)
 
 
 class Node:

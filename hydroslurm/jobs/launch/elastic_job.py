@@ -29,7 +29,7 @@ from hydroslurm.jobs.plan import ElasticPlan, Plan
 from hydroslurm.jobs.spec.job import TrainingJob, of_restart
 from hydroslurm.jobs.spec.reading import JobSpec
 from hydroslurm.jobs.spec.source import path_text
-from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.policy import PreemptAction, find_partition, site_policy
 from hydroslurm.slurm.programs import sbatch
 from hydroslurm.slurm.values import Job, JobState
@@ -123,17 +123,25 @@ def _sharding_of(spec: JobSpec) -> tuple[str, str]:
     return name, found[0] if found else ""
 
 
-def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
-    """Check that members could come and go here, before anything is submitted; returns what the
-    user should know.
+def check(
+    spec: JobSpec, plan: Plan, folder: Path, *, environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Check that members could come and go here, before anything is submitted; return what the user
+    should know.
+
+    Args:
+        spec: of one member, its engine chosen.
+        folder: where its run folder will be.
 
     Raises:
         UsageError: they could not; the message says what to change.
         SlurmError: Slurm cannot be asked.
     """
+    job = spec.job
     assert job.elastic is not None
+    client = open_client(environ=environ)
     config, partitions = client.config(), client.partitions()
-    notes = []
+    notes = [f"engine: {job.elastic.engine} ({spec.engine_why})"] if spec.engine_why else []
     for name in _partitions_of(job):
         where = (
             find_partition(partitions, name)
@@ -162,14 +170,13 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
                 f"partition {where.name} has {len(where.nodes)} nodes: not all of {wanted} members "
                 f"({job.elastic.spares} of them spares) can run there at once"
             )
-    return tuple(notes)
+    return (*notes, *_try_members(job, plan, folder, environ))
 
 
-def try_members(
-    job: TrainingJob, plan: Plan, folder: Path, *, environ: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Check that Slurm would take the members and what runs beside them, before anything is
-    submitted; returns what the user should know.
+def _try_members(
+    job: TrainingJob, plan: Plan, folder: Path, environ: Mapping[str, str]
+) -> list[str]:
+    """Check that Slurm would take the members and what runs beside them.
 
     The coordinator submits them later, one array after the other, where nobody looks. ``sbatch
     --test-only`` puts a submission through the same checks as a real one (seen on 22.05.8:
@@ -184,7 +191,7 @@ def try_members(
     base = base_of(elastic)
     inside = elastic.min if base else 0
     extra = job.members + elastic.spares - inside
-    notes = []
+    notes: list[str] = []
     groups = [(base, inside + BESIDE), ({}, extra)] if base else [({}, extra + BESIDE)]
     for where, count in groups:
         said = _refusal(job, plan, folder, where, count, environ)
@@ -209,7 +216,7 @@ def try_members(
                 f"{wanted} members may be too many here, and some of them wait outside of the "
                 f"queue. Slurm says of {count} jobs like theirs: {said}"
             )
-    return tuple(notes)
+    return notes
 
 
 def _refusal(

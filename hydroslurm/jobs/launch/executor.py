@@ -48,7 +48,7 @@ from hydroslurm.jobs.launch.sbatch import (
     submit_script,
 )
 from hydroslurm.jobs.launch.scripts import in_option_line, last_line
-from hydroslurm.jobs.spec.script import check_options
+from hydroslurm.jobs.spec.sections import check_options
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 

@@ -16,8 +16,6 @@ from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.sections import Elastic
 from hydroslurm.jobs.supervisor import CLEAN
-from hydroslurm.jobs.supervisor.bad_nodes import node_command
-from hydroslurm.jobs.supervisor.job_step import container_options
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 WARNING_SIGNAL = "URG"
@@ -30,44 +28,29 @@ JANITOR_MIN = 10
 
 
 def job_script(job: TrainingJob, plan: Plan, run: RunDir) -> str:
-    """The batch script that runs the supervisor, again and again while it is killed. In that of an
-    elastic job it is a small process, one CPU, and the only one to signal."""
-    options = {
-        **(what_it_needs(job, plan) if job.elastic is None else _of_coordinator(job, job.elastic)),
+    """The batch script that runs the supervisor, again and again while it is killed."""
+    supervisor = python_line("hydroslurm.jobs.supervisor.main", str(run.root))
+    if job.elastic is None:
+        options = what_it_needs(job, plan)
+        if job.preemption.mode == "pause":  # nobody would save
+            del options["signal"]
+        traps, start = _OUTLIVE_THE_RANKS, [f"    {supervisor}", "    status=$?"]
+    else:
+        one_cpu = {"nodes": 1, "ntasks-per-node": 1, "cpus-per-task": 1}
+        warning = f"B:{WARNING_SIGNAL}@{COORDINATOR_WARNING_S}"
+        options = {**where_of(job), **base_of(job.elastic), **one_cpu, "signal": warning}
+        traps, start = _PASS_ON, [f"    {supervisor} &", *_WAIT_THROUGH_SIGNALS]
+    options |= {
         "job-name": in_option_line(job.name),
         "comment": rundir.comment_for(run),
         "requeue": True,
         "output": log_of_shell(run),
         "open-mode": "append",
     }
-    command = python_line("hydroslurm.jobs.supervisor.main", str(run.root))
     lines = [
-        "# the ranks get these signals, too; this shell must outlive them",
-        "trap : TERM URG USR1 USR2",
-    ]
-    starts = [f"    {command}", "    status=$?"]
-    if job.elastic is None and job.preemption.mode == "pause":  # nobody would save
-        del options["signal"]
-    if job.elastic is not None:
-        lines = [
-            "# Slurm signals this shell alone where it tracks processes by cgroups",
-            """trap 'kill -TERM "$coordinator" 2>/dev/null' TERM""",
-            """trap 'kill -URG "$coordinator" 2>/dev/null' URG""",
-            "trap : USR1 USR2",
-        ]
-        starts = [
-            f"    {command} &",
-            "    coordinator=$!",
-            "    while :; do",
-            '        wait "$coordinator"',
-            "        status=$?",
-            "        # above 128: a signal interrupted `wait`, or ended the coordinator",
-            '        [ "$status" -gt 128 ] && kill -0 "$coordinator" 2>/dev/null || break',
-            "    done",
-        ]
-    lines += [
+        *traps,
         f"for start in {' '.join(str(n + 1) for n in range(SUPERVISOR_STARTS))}; do",
-        *starts,
+        *start,
         "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
         '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
         "done",
@@ -76,21 +59,34 @@ def job_script(job: TrainingJob, plan: Plan, run: RunDir) -> str:
     return script_of(options, lines)
 
 
-def _of_coordinator(job: TrainingJob, elastic: Elastic) -> dict[str, Any]:
-    """The options of an elastic job: where, and that it is signalled itself."""
-    return {
-        **where_of(job),
-        **base_of(elastic),
-        "nodes": 1,
-        "ntasks-per-node": 1,
-        "cpus-per-task": 1,
-        "signal": f"B:{WARNING_SIGNAL}@{COORDINATOR_WARNING_S}",
-    }
+_OUTLIVE_THE_RANKS: tuple[str, ...] = (
+    "# the ranks get these signals, too; this shell must outlive them",
+    "trap : TERM URG USR1 USR2",
+)
+_PASS_ON = (
+    "# Slurm signals this shell alone where it tracks processes by cgroups",
+    """trap 'kill -TERM "$coordinator" 2>/dev/null' TERM""",
+    """trap 'kill -URG "$coordinator" 2>/dev/null' URG""",
+    "trap : USR1 USR2",
+)
+_WAIT_THROUGH_SIGNALS = (
+    "    coordinator=$!",
+    "    while :; do",
+    '        wait "$coordinator"',
+    "        status=$?",
+    "        # above 128: a signal interrupted `wait`, or ended the coordinator",
+    '        [ "$status" -gt 128 ] && kill -0 "$coordinator" 2>/dev/null || break',
+    "    done",
+)
 
 
 def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, Any]) -> str:
     """The batch script of one element. It is not requeued: the coordinator submits another one,
     which need not wait."""
+    # all other jobs are submitted sooner without these
+    from hydroslurm.jobs.supervisor.bad_nodes import node_command
+    from hydroslurm.jobs.supervisor.job_step import container_options
+
     options = {
         **what_it_needs(job, plan),
         **where,
@@ -113,8 +109,7 @@ def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, An
         failed = 'echo "hydroslurm: preflight failed with status $?"; exit 1'
         check = [f"srun --nodes=1 --ntasks=1 {shlex.join(words)} || {{ {failed}; }}"]
     lines = [
-        "# the ranks get these signals, too; this shell must outlive them",
-        "trap : TERM URG USR1 USR2",
+        *_OUTLIVE_THE_RANKS,
         *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
         f"export {ELASTIC_ENV}={root}",
         "export HYDROSLURM_ALONE=1 MASTER_ADDR=127.0.0.1  # its ranks meet on the node, alone",

@@ -103,18 +103,11 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     """
     if spec.job.elastic is not None:  # all others are submitted sooner without these imports
         from hydroslurm.jobs.launch import elastic_job
-        from hydroslurm.slurm.client import open_client
 
         spec = elastic_job.of_one_member(spec)
     plan, notes = plan_for(spec, environ=environ)
     if spec.job.elastic is not None:
-        if spec.engine_why:
-            notes = (*notes, f"engine: {spec.job.elastic.engine} ({spec.engine_why})")
-        notes = (*notes, *elastic_job.check_site(spec.job, open_client(environ=environ)))
-        notes = (
-            *notes,
-            *elastic_job.try_members(spec.job, plan, folder.absolute(), environ=environ),
-        )
+        notes = (*notes, *elastic_job.check(spec, plan, folder.absolute(), environ=environ))
     with new_submission(folder.absolute(), spec.job.name) as run:
         if spec.job.elastic is not None:
             plan = elastic_job.prepare(spec.job, plan, run)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from hydroslurm.errors import SpecError
-from hydroslurm.jobs.spec import t9k
 from hydroslurm.jobs.spec.fields import is_printable
 from hydroslurm.jobs.spec.job import TrainingJob, unused
-from hydroslurm.jobs.spec.source import Complaint, Source, parse_source, path_text, read_source
-from hydroslurm.jobs.spec.t9k import Translation
+from hydroslurm.jobs.spec.source import (
+    Complaint,
+    KeyPath,
+    Source,
+    parse_source,
+    path_text,
+    read_source,
+)
 
 LISTED = 30
 """Problems in one message."""
@@ -106,34 +112,43 @@ def loads(text: str, *, name: str = "job.yaml", folder: Path = Path()) -> JobSpe
 
 def read(source: Source, *, folder: Path, to_submit: bool = False) -> JobSpec:
     """The same of what PyYAML has read."""
-    is_manifest = t9k.is_manifest(source.value)
+    is_manifest = _is_manifest(source.value)
+    value: Any = source.value
+    place: Callable[[KeyPath], KeyPath] = _as_it_is
+    wrong: Sequence[Complaint] = ()
+    meaningless: Sequence[str] = ()
     if is_manifest:
-        from hydroslurm.jobs.spec.site_tables import read_site_tables
+        from hydroslurm.jobs.spec import t9k
 
-        translation = t9k.translate(source.value, tables=read_site_tables(os.environ))
-    else:
-        translation = Translation(source.value, {(): ()})
-    job = _validated(translation, source)
-    if to_submit and (lacking := list(_lacks_scripts(job, folder))):
-        found = (Complaint(translation.origin(one.path), one.message) for one in lacking)
-        raise _refusal(found, source)
-    idle = [f"{path_text(translation.origin(one.path))} ({one.message})" for one in unused(job)]
-    return JobSpec(job, folder, (*translation.meaningless, *idle), is_manifest=is_manifest)
-
-
-def _validated(translation: Translation, source: Source) -> TrainingJob:
-    value, wrong = translation.value, translation.refusals
+        of = t9k.translate(value, tables=t9k.read_site_tables(os.environ))
+        value, place, wrong, meaningless = of.value, of.origin, of.refusals, of.meaningless
     try:
         job = TrainingJob.model_validate(value)
     except ValidationError as error:
         # a spec without problems needs none of it
         from hydroslurm.jobs.spec.problems import complaints_of
 
-        found = complaints_of(error, value, source=source, place=translation.origin)
+        found = complaints_of(error, value, source=source, place=place)
         raise _refusal((*wrong, *found), source) from None
+    if not wrong and to_submit:
+        wrong = [replace(one, path=place(one.path)) for one in _lacks_scripts(job, folder)]
     if wrong:
         raise _refusal(wrong, source)
-    return job
+    idle = [f"{path_text(place(one.path))} ({one.message})" for one in unused(job)]
+    return JobSpec(job, folder, (*meaningless, *idle), is_manifest=is_manifest)
+
+
+def _as_it_is(path: KeyPath) -> KeyPath:
+    """Where a spec of ours has what the job has at this path."""
+    return path
+
+
+def _is_manifest(value: Any) -> bool:
+    """Whether a document claims to be T9k's."""
+    return isinstance(value, dict) and (
+        value.get("kind") == "PyTorchTrainingJob"
+        or str(value.get("apiVersion", "")).startswith("batch.tensorstack")
+    )
 
 
 def _refusal(complaints: Iterable[Complaint], source: Source) -> SpecError:

@@ -1,15 +1,25 @@
 """The sections of a job spec beside its replicas: runPolicy, preemption, scheduler, tensorboard,
-torchrunConfig and elastic."""
+torchrunConfig and elastic. And the same for a script, which asks Slurm by options."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from hydroslurm.elastic.autoscale import SCALE_DOWN, SCALE_UP
 from hydroslurm.elastic.roster import Batch, LearningRate, Summation
+from hydroslurm.errors import UsageError
 from hydroslurm.jobs.spec.fields import (
     Count,
     Line,
@@ -23,6 +33,7 @@ from hydroslurm.jobs.spec.fields import (
     is_text,
     slurm_word,
 )
+from hydroslurm.jobs.spec.replicas import MOST_BYTES, CpusPerTask, Gpus, TasksPerNode
 
 CleanPolicy = Literal["None", "All", "Unfinished"]
 PreemptionMode = Literal["pause", "requeue", "both"]
@@ -83,20 +94,12 @@ _SBATCH_RESERVED = frozenset({
 """Options of sbatch that ``scheduler.options`` refuses."""
 
 
-_FREE_FOR_SCRIPTS = frozenset({"dependency", "gres", "nice", "reservation"})
-"""Options without another spelling in ``hydroslurm submit``; a spec has fields for them."""
-
-
 def _not_ours(name: str, *, free: frozenset[str] = frozenset()) -> str:
     bare = name.replace("_", "-")
     # sbatch accepts any unambiguous prefix of an option
     if bare not in free and any(one.startswith(bare) for one in _SBATCH_RESERVED):
         raise ValueError(f"{name!r} is set by hydroslurm, or has a field of its own")
     return name
-
-
-def _not_submits(name: str) -> str:
-    return _not_ours(name, free=_FREE_FOR_SCRIPTS)
 
 
 def _sbatch_value(value: object) -> object:
@@ -113,8 +116,6 @@ Nice = Annotated[int, Field(ge=0, le=2147483645)]
 """What a user may subtract from a job's priority."""
 FreeOption = Annotated[OptionName, AfterValidator(_not_ours)]
 """An option of sbatch that hydroslurm leaves to the user."""
-ScriptOption = Annotated[OptionName, AfterValidator(_not_submits)]
-"""The same where a script is submitted, which has fewer fields."""
 SbatchValue = Annotated[
     Any,
     AfterValidator(_sbatch_value),
@@ -366,3 +367,61 @@ class Elastic(Part):
         if "batch" in self.model_fields_set:
             return self
         return self.model_copy(update={"batch": "per_rank"})
+
+
+# --- a script's options
+
+_FREE_FOR_SCRIPTS = frozenset({"dependency", "gres", "nice", "reservation"})
+"""Options without another spelling in ``hydroslurm submit``; a spec has fields for them."""
+
+
+def _not_submits(name: str) -> str:
+    return _not_ours(name, free=_FREE_FOR_SCRIPTS)
+
+
+ScriptOption = Annotated[OptionName, AfterValidator(_not_submits)]
+"""An option of sbatch where a script is submitted, which has fewer fields."""
+Gigabytes = Annotated[float, Field(gt=0, le=MOST_BYTES // 2**30, allow_inf_nan=False)]
+
+
+class _Options(BaseModel):
+    """By submitit's names. What is not listed is submitit's to check."""
+
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    name: Line | None = None
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    qos: SlurmWord | None = None
+    timeout_min: Count | None = None
+    nodes: Count | None = None
+    tasks_per_node: TasksPerNode | None = None
+    cpus_per_task: CpusPerTask | None = None
+    gpus_per_node: Gpus | SlurmWord | None = None
+    mem_gb: Gigabytes | None = None
+    options: dict[ScriptOption, SbatchValue] | None = None
+
+
+def check_options(given: Mapping[str, Any], *, spell: Callable[[str], str] = str) -> None:
+    """Refuse values that no job can have, which Slurm would take: ``--nodes=-1`` is one node for
+    it, and a time limit of 0 minutes none.
+
+    Args:
+        given: submitit's name -> value, and ``options``: those of sbatch. None: not given.
+        spell: what the user calls the option of that name.
+
+    Raises:
+        UsageError: what is wrong with each, in one line.
+    """
+    try:
+        _Options.model_validate(dict(given))
+    except ValidationError as error:
+        from hydroslurm.jobs.spec.problems import message_of
+
+        wrong = {
+            str(one["loc"][0]): message_of(one, one["loc"])
+            for one in reversed(error.errors(include_url=False))
+        }
+        raise UsageError(
+            "; ".join(f"{spell(name)}: {message}" for name, message in reversed(wrong.items()))
+        ) from None

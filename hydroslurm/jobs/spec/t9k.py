@@ -9,14 +9,14 @@
       .template.spec.initContainers[]         template.init, without their images
     spec.torchrunConfig                       the same; enabled is enable
     spec.runPolicy                            the same; cleanUpPolicy is cleanPolicy
-    spec.scheduler.t9kScheduler.queue         scheduler.partition: see site_tables.py
+    spec.scheduler.t9kScheduler.queue         scheduler.partition: see SiteTables
       .priority                               scheduler.qos, .nice: the same
     spec.tensorboardSpec                      tensorboard: the path of its first fileset
     spec.runMode.debug                        the same; enabled is enable
 
 Everything else in a manifest has no meaning on Slurm. It is listed, never dropped silently; what
 looks like a typo of one of these fields is an error. Values of the wrong type are copied unchanged,
-for the validation to report. Pure.
+for the validation to report.
 
 The tables below have a row for each field that is known: what is done with its value.
 
@@ -30,11 +30,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hydroslurm.jobs.spec.fields import nearest
-from hydroslurm.jobs.spec.site_tables import SiteTables
-from hydroslurm.jobs.spec.source import Complaint, KeyPath, path_text
+from pydantic import Field, ValidationError
+
+from hydroslurm.core.trust import check_trusted
+from hydroslurm.errors import SpecError
+from hydroslurm.jobs.spec.fields import Part, SlurmWord, nearest
+from hydroslurm.jobs.spec.sections import Nice
+from hydroslurm.jobs.spec.source import Complaint, KeyPath, path_text, read_source
+
+SITE = Path("/etc/hydroslurm/config.yaml")
 
 API_VERSION = "batch.tensorstack.dev/v1beta1"
 KIND = "PyTorchTrainingJob"
@@ -45,6 +52,92 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 _FILESET = re.compile(r"t9k://pvc/(.+)")
 _NO_TYPOS = ("claims", "ephemeralContainers", "nvidia.com/vgpu")
 """Fields of Kubernetes that Slurm has nothing for, spelt like one that it has something for."""
+
+
+class Queue(Part):
+    """One row of the table of queues: the value for ``scheduler.partition``."""
+
+    partition: SlurmWord | None = None
+
+
+class Priority(Part):
+    """One row of the table of priorities: the values for ``scheduler.qos`` and
+    ``scheduler.nice``."""
+
+    qos: SlurmWord | None = None
+    nice: Nice | None = None
+
+
+class _Config(Part):
+    queues: dict[str, Queue] = Field(default_factory=dict)
+    priorities: dict[str, Priority] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SiteTables:
+    """The site's tables and the user's, which map a manifest's queue and priority to this Slurm.
+
+        queues:                     # in config.yaml
+          default: {partition: gpu}
+          batch: {}                 # the default partition
+        priorities:
+          80: {qos: high}
+          50: {}                    # like any other job
+          10: {nice: 1000}
+
+    A queue that is in no table is the partition of that name. A user cannot set a priority in
+    Slurm; a QOS may raise it, and nice lowers it. Only the site knows which of them a number from 0
+    to 100 should map to.
+
+    Attributes:
+        queues, priorities: a queue, a priority as the manifest spells it -> its row.
+        places: the files that are read, the user's first; they need not exist.
+    """
+
+    queues: Mapping[str, Queue]
+    priorities: Mapping[str, Priority]
+    places: tuple[Path, ...]
+
+    def where(self) -> str:
+        """The files, for messages."""
+        return " or ".join(map(str, self.places))
+
+
+def read_site_tables(environ: Mapping[str, str], *, site: Path = SITE) -> SiteTables:
+    """Read the site's tables and the user's, whose rows take precedence.
+
+    Args:
+        environ: XDG_CONFIG_HOME, HOME.
+
+    Raises:
+        SpecError: a file is not a valid configuration.
+        UntrustedFile: other users could have written it.
+    """
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
+    # the XDG Base Directory Specification: relative paths must be ignored
+    own = [Path(home) / "hydroslurm/config.yaml"] if home.startswith("/") else []
+    queues: dict[str, Queue] = {}
+    priorities: dict[str, Priority] = {}
+    for path in (site, *own):
+        if path.exists():
+            check_trusted(path, what="the configuration")
+            config = _read(path)
+            queues |= config.queues
+            priorities |= config.priorities
+    return SiteTables(queues, priorities, (*own, site))
+
+
+def _read(path: Path) -> _Config:
+    source = read_source(path)
+    try:
+        return _Config.model_validate({} if source.value is None else source.value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = f"{path}:{source.line_of(first['loc'])}: {path_text(first['loc'])}"
+        raise SpecError(
+            f"{where}: {first['msg']}; wanted tables such as "
+            "queues: {default: {partition: gpu}}, priorities: {80: {qos: high}, 10: {nice: 1000}}"
+        ) from None
 
 
 @dataclass
@@ -105,14 +198,6 @@ class Translation:
                 self.drop(where, "")
             else:
                 self.refuse(where, f"there is no such field; did you mean {meant!r}?")
-
-
-def is_manifest(value: object) -> bool:
-    """Whether a document claims to be T9k's."""
-    return isinstance(value, dict) and (
-        value.get("kind") == KIND
-        or str(value.get("apiVersion", "")).startswith("batch.tensorstack")
-    )
 
 
 def translate(manifest: Mapping[str, Any], *, tables: SiteTables) -> Translation:

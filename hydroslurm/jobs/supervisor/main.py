@@ -1,4 +1,4 @@
-"""``python -m hydroslurm.jobs.supervisor.main [--clean] RUN_FOLDER``: the program of the batch script
+"""``python -m hydroslurm.jobs.supervisor.main [--clean] RUN_FOLDER``: the program of a batch script
 of a TrainingJob, the supervisor; and of the job that cleans up after it, the janitor.
 
 The janitor is a job of its own that depends on the end of the first. Slurm starts it when that job

@@ -18,7 +18,7 @@ from hydroslurm.core.registry import Entry
 from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.elastic.roster import Awaited, Timing
 from hydroslurm.jobs.agent import rendezvous
-from hydroslurm.jobs.agent.node import Interrupted, SignalPipe
+from hydroslurm.jobs.agent.node import Departed, SignalPipe
 from hydroslurm.jobs.agent.progress import Progress, Use, Watch, meeting_s
 from hydroslurm.jobs.agent.rendezvous import (
     Rendezvous,
@@ -157,7 +157,7 @@ def test_signals_are_told_in_their_order() -> None:
         assert box.wait(10.0) == [signal.SIGUSR1]
         with box.interruptible():
             os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(Interrupted), box.interruptible():
+        with pytest.raises(Departed), box.interruptible():
             signal.raise_signal(signal.SIGUSR2)
     finally:
         box.close()

@@ -13,7 +13,7 @@ import yaml
 
 from hydroslurm.errors import SpecError, UntrustedFile
 from hydroslurm.jobs.spec.reading import JobSpec, load, loads
-from hydroslurm.jobs.spec.site_tables import read_site_tables
+from hydroslurm.jobs.spec.t9k import read_site_tables
 
 MANIFEST = Path(__file__).resolve().parent.parent.parent.parent / "examples/t9k-manifest.yaml"
 
