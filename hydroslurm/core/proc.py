@@ -3,10 +3,12 @@ the command lines of our own children."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 STATE, PARENT, START_TICKS = 0, 1, 19
@@ -57,6 +59,18 @@ def status_of(pid: int | str) -> dict[str, str]:
     """Name -> value of each line of /proc/PID/status; raises as :func:`stat_of`."""
     lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def children_of(pid: int) -> Iterator[int]:
+    """Those of all its threads; none of a process that has ended."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, file.read_text().split())
+
+
+def catches(pid: int, signo: int) -> bool:
+    """Whether the process has a handler for the signal; raises as :func:`stat_of`."""
+    return bool(int(status_of(pid)["SigCgt"], 16) >> (signo - 1) & 1)
 
 
 def adopt_orphans() -> None:

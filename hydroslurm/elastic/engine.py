@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -284,4 +285,4 @@ def folder_of(environ: Mapping[str, str]) -> ElasticFolder:
             f"this process belongs to no elastic run, for {ELASTIC_ENV} is not set. Give the job "
             "spec an `elastic:` section and submit it"
         )
-    return ElasticFolder(run=ElasticFolder.at(place))
+    return ElasticFolder(run=Path(place).absolute())

@@ -60,11 +60,6 @@ class ElasticFolder:
     ledger_jsonl = Below("ledger.jsonl")
     status_json = Below("status.json")
 
-    @staticmethod
-    def at(place: str) -> Path:
-        """The run folder that :data:`ELASTIC_ENV` names."""
-        return Path(place).absolute()
-
     @property
     def root(self) -> Path:
         return RunDir(self.run).elastic

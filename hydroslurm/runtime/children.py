@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hydroslurm.core import registry
-from hydroslurm.core.proc import PARENT, STATE, stat_of
+from hydroslurm.core.proc import PARENT, STATE, children_of, stat_of
 from hydroslurm.runtime.child_signals import is_loader_worker
 
 _CONTINUE = 'while read -r pid; do pids="$pids $pid"; done; kill -CONT $pids'
@@ -84,7 +84,7 @@ class Children:
             os.kill(pid, signal.SIGSTOP)
         except OSError:  # it has ended; or nobody would continue it
             return
-        for child in _children_of(pid):
+        for child in children_of(pid):
             self._stop(child)
 
     def _tell_shell(self, pid: int) -> None:
@@ -146,9 +146,3 @@ def _parent_of(pid: int) -> int:
     if stat[STATE] == "Z":
         raise ProcessLookupError(pid)
     return int(stat[PARENT])
-
-
-def _children_of(pid: int) -> Iterator[int]:
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            yield from map(int, file.read_text().split())

@@ -193,10 +193,9 @@ def _listens(pid: int, signo: int) -> bool:
         TargetError: no such process.
     """
     try:
-        caught = int(proc.status_of(pid)["SigCgt"], 16)
+        return proc.catches(pid, signo)
     except OSError:
         raise TargetError(f"there is no process {pid}") from None
-    return bool(caught >> (signo - 1) & 1)
 
 
 def _is_replaced(entry: registry.Entry, signo: int) -> bool:

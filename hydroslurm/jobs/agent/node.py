@@ -331,7 +331,7 @@ def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) ->
         status: int | None = None
         try:
             place = environ.get(ELASTIC_ENV)
-            run = ElasticFolder(run=ElasticFolder.at(place)) if place else None
+            run = ElasticFolder(run=Path(place).absolute()) if place else None
             status = elastic.launch(list(arguments), node=node, where=where, key=key, run=run)
         finally:
             node.log.record(EventKind.AGENT_LEFT, {"status": status})

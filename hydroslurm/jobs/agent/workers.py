@@ -21,7 +21,7 @@ from typing import Any, Literal
 from hydroslurm.core import registry
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
-from hydroslurm.core.proc import status_of as process_status
+from hydroslurm.core.proc import catches, children_of
 from hydroslurm.core.status import RankStatus, read_status, status_of
 
 Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning"]
@@ -167,12 +167,12 @@ def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
         signo = entry.signals.get(meaning)
         if signo is None:
             return True
-        if signo == signal.SIGCONT or catches(entry.pid, signo):
+        if signo == signal.SIGCONT or _listens(entry.pid, signo):
             send(entry.pid, signo)
             return True
     if meaning != "stop":
         return False
-    if entry is None and catches(worker.pid, signal.SIGTERM):
+    if entry is None and _listens(worker.pid, signal.SIGTERM):
         return send(worker.pid, signal.SIGTERM) or True
     if waited_s > PATIENCE_S:
         send_group(worker.pid, signal.SIGTERM)
@@ -183,21 +183,15 @@ def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
 def family(pid: int) -> Iterator[int]:
     """The process and all its descendants, parents first."""
     yield pid
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in children:
-        yield from family(int(child))
+    for child in children_of(pid):
+        yield from family(child)
 
 
-def catches(pid: int, signo: int) -> bool:
-    """Whether the process has a handler for the signal."""
-    try:
-        caught = process_status(pid)["SigCgt"]
-    except OSError:
-        return False
-    return bool(int(caught, 16) >> (signo - 1) & 1)
+def _listens(pid: int, signo: int) -> bool:
+    """Whether the process lives, and has a handler for the signal."""
+    with contextlib.suppress(OSError):
+        return catches(pid, signo)
+    return False
 
 
 def send(pid: int, signo: int) -> bool:

@@ -47,13 +47,11 @@ class SubmittedJob:
     Attributes:
         job_id: Slurm's.
         run: its run folder.
-        plan: what it runs.
         notes: sentences for the user.
     """
 
     job_id: int
     run: RunDir
-    plan: Plan
     notes: tuple[str, ...]
 
 
@@ -133,7 +131,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     else:
         notes = (*notes, f"job {janitor} cleans up after it, however it ends")
     refuse_hopeless(job_id, run, janitor_id=janitor)
-    return SubmittedJob(job_id, run, plan, notes)
+    return SubmittedJob(job_id, run, notes)
 
 
 def wait_for_end(job: SubmittedJob) -> Condition:

@@ -25,7 +25,7 @@ seen: list[int] = []
 for number in (signal.SIGTERM, signal.SIGURG, signal.SIGTSTP):
     signal.signal(number, lambda signo, _: seen.append(signo))
 
-folder = ElasticFolder(run=ElasticFolder.at(os.environ[ELASTIC_ENV]))
+folder = ElasticFolder(run=Path(os.environ[ELASTIC_ENV]))
 name = member_name(os.environ)
 member = Member(folder, name=name, node=NODE, stop=lambda: bool(seen))
 member.start()

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import signal
+import subprocess
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +33,7 @@ from hydroslurm.jobs.agent.workers import (
     Worker,
     are_leaving,
     failure_status,
+    family,
     node_status,
     what_is_missing,
 )
@@ -79,6 +83,23 @@ def test_node_status(
     together the one that says most."""
     assert node_status(codes, stop_asked=stop_asked) == node
     assert failure_status(codes, stop_asked=stop_asked) == failure
+
+
+def test_a_child_of_any_thread_is_of_the_family() -> None:
+    """Not only those that the main thread has started."""
+    started: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+
+    def run() -> None:
+        child = subprocess.Popen(["sleep", "60"])
+        started.put(child)
+        child.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    child = started.get()
+    assert child.pid in list(family(os.getpid()))
+    child.kill()
+    thread.join()
 
 
 def test_a_module_is_not_looked_for() -> None:
