@@ -49,9 +49,8 @@ from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.agent.node import Departed, Node
 from hydroslurm.jobs.agent.rendezvous import (
-    ExitBarrier,
+    Peers,
     Rendezvous,
-    RendezvousKeepalive,
     fill_in,
     in_order_of_tasks,
 )
@@ -83,40 +82,39 @@ class NodeAgent(LocalElasticAgent):
         failed: its exit status if its workers are not restarted; None while none has failed.
     """
 
-    def __init__(self, node: Node, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, node: Node, spec: WorkerSpec, *args: Any, has_peers: bool = True, **kwargs: Any
+    ) -> None:
+        """``has_peers``: it meets others by torch's rendezvous; False for a member of an elastic
+        run, whose coordinator sees to that."""
         super().__init__(spec, *args, **kwargs)
         self.status: int | None = None
         self.failed: int | None = None
         self._node = node
         self._monitoring = False
         self._leaving = False
-        self._barrier = ExitBarrier()
-        self._watch_rendezvous(spec.rdzv_handler)
-
-    def _watch_rendezvous(self, handler: Any) -> None:
-        self._keepalive = RendezvousKeepalive(
-            handler,
-            leaving=lambda: self._leaving or self._stop_asked(),
-            warn=self._node.log.warning,
-        )
-        self._node.on_suspend(self._keepalive.suspend)
+        self._peers: Peers | None = None
+        if has_peers:
+            self._peers = Peers(
+                spec.rdzv_handler,
+                leaving=lambda: self._leaving or self._stop_asked(),
+                warn=node.log.warning,
+            )
+            node.on_suspend(self._peers.suspend)
 
     def _stop_asked(self) -> bool:
         """Whether workers that end now may have been asked to."""
         return self._node.stop_asked.is_set()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._peers is None:  # a stop while this waits is announced, and answered
+            super()._rendezvous(worker_group)
+            return
         with self._node.signal_pipe.interruptible():
             self._unless_stopped()
             super()._rendezvous(worker_group)
             os.environ[INCARNATION_ENV] = incarnation_of(worker_group)
-        self._keepalive.joined()
-        self._barrier.join(
-            worker_group.store,
-            worker_group.group_rank or 0,
-            worker_group.group_world_size or 1,
-            master_addr=worker_group.master_addr or "",
-        )
+        self._peers.joined(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
@@ -152,13 +150,15 @@ class NodeAgent(LocalElasticAgent):
             self.status = node_status(codes, stop_asked=stop_asked)
             if self.status is not None or stop_asked:
                 self._remaining_restarts = 0
-                self._wait_for_others(LEAVE_TOGETHER_S)
+                if self._peers is not None:
+                    self._peers.wait(LEAVE_TOGETHER_S)
         return result
 
     def _exit_barrier(self) -> None:
         """Replace torch's, which waits in C++, where no signal handler runs, and whole for an agent
         that is gone. A stop only concerns the other nodes: the workers of this one are done."""
-        self._wait_for_others(self._exit_barrier_timeout, is_final=True)
+        if self._peers is not None:
+            self._peers.wait(self._exit_barrier_timeout, stop=self._stop_asked)
 
     def _close(
         self,
@@ -194,32 +194,14 @@ class NodeAgent(LocalElasticAgent):
         if living:
             self._node.workers.kill_listeners()
 
-    def _wait_for_others(self, within_s: float, *, is_final: bool = False) -> None:
-        """Announce that the workers of this node have ended, and wait for all nodes to do so.
-
-        Args:
-            is_final: they have finished their work, so that a stop ends the wait, and the first
-                node gets as long as its agent lives: its workers may evaluate and save.
-        """
-        clock = AwakeClock()
-        until_s = clock.now_s() + within_s
-        # the store ends with its agent, which leaves once it has seen everybody
-        with contextlib.suppress(Exception), contextlib.closing(self._barrier) as barrier:
-            working = barrier.enter()
-            if is_final:
-                self._keepalive.close_unless_enough(working)
-            while not (is_final and self._stop_asked()):
-                if not self._keepalive.is_held:
-                    missing = barrier.first_missing()
-                    is_patient = is_final and missing == 0 and barrier.is_connected
-                    if missing is None or (clock.now_s() >= until_s and not is_patient):
-                        return
-                    if is_final:
-                        self._keepalive.leave_if_awaited()
-                time.sleep(_POLL_S)
-
     def _unless_stopped(self) -> None:
-        if self._stop_asked():
+        """A member's workers are started all the same, for the generation has been named: they are
+        owed the stop.
+
+        Raises:
+            Departed: a stop was requested.
+        """
+        if self._peers is not None and self._stop_asked():
             raise Departed(CANCELLED)
 
 

@@ -14,8 +14,11 @@ next call.
 
 A node whose workers have ended waits for the others in an exit barrier. Torch's happens to block
 the heartbeats of that node, which is then forgotten, so that a worker that fails elsewhere is
-restarted without it; but it waits 300 s for an agent that has died. Ours (:class:`ExitBarrier`)
-leaves the round when others wait for the next one, and the kernel says which agents live.
+restarted without it; but it waits 300 s for an agent that has died. Ours (:meth:`Peers.wait`)
+leaves the round when others wait for the next one, and the kernel says which agents live: each
+agent listens at a port, and accepts nothing. Its kernel does, also while the agent is stopped, and
+closes the connection when the agent is gone. One connection at a time is enough, to the first node
+that is missing. Nothing is read or written.
 """
 
 from __future__ import annotations
@@ -124,16 +127,14 @@ ALLOWANCE_S = 30.0
 STORE_LOST_S = 30.0
 """How long the store may be unreachable while the workers go on. The agent that hosts it may have
 left because its workers did, and ours may be about to find out."""
+_POLL_S = 0.05
 CONNECT_S = 3.0
 """How long the kernel of another node may take to accept a connection."""
 
 
-class RendezvousKeepalive:
-    """Keeps one agent's rendezvous handler from giving up on suspended nodes. Any thread.
-
-    Attributes:
-        is_held: Slurm is about to stop this process, so that the store must not be asked.
-    """
+class Peers:
+    """The other agents that an agent meets by torch's rendezvous, none of which it gives up for
+    being suspended. :meth:`suspend` and torch's calls come in any thread."""
 
     def __init__(
         self, handler: Any, *, leaving: Callable[[], bool], warn: Callable[[str], None]
@@ -147,13 +148,19 @@ class RendezvousKeepalive:
             warn: called if this version of torch cannot be patched.
         """
         self._leaving = leaving
-        self.is_held = False
+        self._is_held = False  # Slurm is about to stop this process: the store must not be asked
         self._handler = handler
         self._met: frozenset[Any] = frozenset()
         self._lost: tuple[AwakeClock, float] | None = None
         self._seen_s = time.monotonic()
         self._allow_until_s = 0.0
         self._interval_s = 5.0
+        self._store: Any = None
+        self._rank = 0
+        self._missing: list[int] = []
+        self._listener: socket.socket | None = None
+        self._address = ""
+        self._connection: socket.socket | None = None
         self._nodes_waiting: Callable[[], int] = handler.num_nodes_waiting
         handler.num_nodes_waiting = self.num_nodes_waiting
         holder = getattr(handler, "_state_holder", None)
@@ -167,14 +174,51 @@ class RendezvousKeepalive:
 
     def suspend(self, begins: bool) -> None:
         """Slurm is about to stop this process (True), or has continued it."""
-        self.is_held = begins
+        self._is_held = begins
 
-    def joined(self) -> None:
-        """This node is in a new round."""
+    def joined(self, group: Any) -> None:
+        """This node is in a new round, that of torch's ``WorkerGroup``, whose master address leads
+        to the node with rank 0, from all nodes."""
         if self._is_patched:
             self._met = frozenset(self._handler._state_holder.state.participants)
+        self._store, self._rank = group.store, group.group_rank or 0
+        self._missing = list(range(group.group_world_size or 1))
+        if self._listener is None and len(self._missing) > 1:
+            with contextlib.suppress(OSError):  # the others then wait for as long as torch does
+                self._address = address_towards(group.master_addr or "")
+                self._listener = listen(self._address, [0])
+        if self._listener is not None:
+            port = self._listener.getsockname()[1]
+            self._store.set(_agent_key(self._rank), f"{self._address}:{port}")
 
-    def close_unless_enough(self, working: int) -> None:
+    def wait(self, within_s: float, *, stop: Callable[[], bool] | None = None) -> None:
+        """Announce that the workers of this node have ended, and wait for all nodes to do so.
+
+        Args:
+            stop: of workers that have finished their work: asked whether this node is to stop,
+                which ends the wait. Then the first node gets as long as its agent lives: its
+                workers may evaluate and save.
+        """
+        clock = AwakeClock()
+        until_s = clock.now_s() + within_s
+        # the store ends with its agent, which leaves once it has seen everybody
+        with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
+            stack.callback(self._disconnect)
+            self._store.set(_ended_key(self._rank), "1")
+            working = sum(not self._store.check([_ended_key(rank)]) for rank in self._missing)
+            if stop is not None:
+                self._close_unless_enough(working)
+            while stop is None or not stop():
+                if not self._is_held:
+                    missing = self._first_missing()
+                    is_patient = stop is not None and missing == 0 and self._connection is not None
+                    if missing is None or (clock.now_s() >= until_s and not is_patient):
+                        return
+                    if stop is not None:
+                        self._leave_if_awaited()
+                time.sleep(_POLL_S)
+
+    def _close_unless_enough(self, working: int) -> None:
         """Let no worker wait to be restarted where fewer nodes than the minimum can meet again.
 
         Args:
@@ -186,7 +230,7 @@ class RendezvousKeepalive:
             if working + len(spare) < self._handler.settings.min_nodes:
                 self._handler.set_closed()
 
-    def leave_if_awaited(self) -> None:
+    def _leave_if_awaited(self) -> None:
         """Leave this round, whose workers have ended here, if others wait for the next one: it
         begins when all have left this one. Spare nodes are not to take a place before that."""
         if self._is_patched and self._nodes_waiting() > 0:
@@ -234,7 +278,7 @@ class RendezvousKeepalive:
 
         def sync_unless_suspended() -> bool | None:
             """None is torch's own answer when it keeps the state that it has."""
-            result: bool | None = None if self.is_held else sync()
+            result: bool | None = None if self._is_held else sync()
             return result
 
         # torch has no public hook for either
@@ -251,62 +295,19 @@ class RendezvousKeepalive:
         self._seen_s = now_s
         return now_s < self._allow_until_s
 
-
-class ExitBarrier:
-    """Where the agents of one round wait until the workers of all nodes have ended.
-
-    Each agent listens at a port, and accepts nothing: its kernel does, also while the agent is
-    stopped, and closes the connection when the agent is gone. One connection at a time is enough,
-    to the first node that is missing. Nothing is read or written.
-    """
-
-    def __init__(self) -> None:
-        self._store: Any = None
-        self._rank = 0
-        self._missing: list[int] = []
-        self._listener: socket.socket | None = None
-        self._address = ""
-        self._connection: socket.socket | None = None
-
-    def join(self, store: Any, rank: int, size: int, *, master_addr: str) -> None:
-        """A round begins.
-
-        Args:
-            store: torch's, of this round.
-            master_addr: an address that leads to the node with rank 0, from all nodes.
-        """
-        self._store, self._rank, self._missing = store, rank, list(range(size))
-        if self._listener is None and size > 1:
-            with contextlib.suppress(OSError):  # the others then wait for as long as torch does
-                self._address = address_towards(master_addr)
-                self._listener = listen(self._address, [0])
-        if self._listener is not None:
-            port = self._listener.getsockname()[1]
-            store.set(_agent_key(rank), f"{self._address}:{port}")
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the agent that is waited for is known to live."""
-        return self._connection is not None
-
-    def enter(self) -> int:
-        """The workers of this node have ended; returns on how many nodes they have not."""
-        self._store.set(_ended_key(self._rank), "1")
-        return sum(not self._store.check([_ended_key(rank)]) for rank in self._missing)
-
-    def first_missing(self) -> int | None:
+    def _first_missing(self) -> int | None:
         """The first node whose workers run and whose agent is not known to be gone; None if there
         is none."""
         while self._missing:
             rank = self._missing[0]
             if not self._store.check([_ended_key(rank)]) and not self._is_gone(rank):
                 return rank
-            self.close()
+            self._disconnect()
             self._missing.pop(0)
         return None
 
-    def close(self) -> None:
-        """Close the connection. The listener is for the others, and closes with this process."""
+    def _disconnect(self) -> None:
+        """The listener is for the others, and closes with this process."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

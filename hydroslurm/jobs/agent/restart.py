@@ -36,7 +36,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -175,7 +174,7 @@ class MemberAgent(NodeAgent):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(node, spec, *args, **kwargs)
+        super().__init__(node, spec, *args, has_peers=False, **kwargs)
         self._generations = generations
         self._member = generations.member
         self._restarts_left = spec.max_restarts
@@ -186,17 +185,6 @@ class MemberAgent(NodeAgent):
         self._watch = Watch(timing)
         self._look_at_s = 0.0
         self._hang = ""
-
-    def _watch_rendezvous(self, handler: Any) -> None:
-        """It has no heartbeats."""
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # not interruptible: a stop while this waits is announced, and answered
-        LocalElasticAgent._rendezvous(self, worker_group)
-
-    def _unless_stopped(self) -> None:
-        """Workers of a node that is to go are started all the same, for the generation has been
-        named: they are owed the stop."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
@@ -308,12 +296,6 @@ class MemberAgent(NodeAgent):
 
     def _stop_asked(self) -> bool:
         return super()._stop_asked() or self._asked_s is not None
-
-    def _wait_for_others(self, *_: Any, **__: Any) -> None:
-        """The coordinator does."""
-
-    def _exit_barrier(self) -> None:
-        """The coordinator has said that all have finished."""
 
 
 def _what_happened(result: RunResult, *, status: int | None) -> str:

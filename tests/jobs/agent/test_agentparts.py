@@ -24,8 +24,8 @@ from hydroslurm.jobs.agent import rendezvous
 from hydroslurm.jobs.agent.node import Departed, SignalPipe
 from hydroslurm.jobs.agent.progress import Progress, Use, Watch, meeting_s
 from hydroslurm.jobs.agent.rendezvous import (
+    Peers,
     Rendezvous,
-    RendezvousKeepalive,
     fill_in,
     find_rendezvous,
 )
@@ -214,9 +214,9 @@ def test_silence_after_a_gap_is_excused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s)
     holder = _Holder()
     said: list[str] = []
-    RendezvousKeepalive(_handler(object()), leaving=lambda: False, warn=said.append)
+    Peers(_handler(object()), leaving=lambda: False, warn=said.append)
     assert len(said) == 1  # a torch that looks different works as before
-    taught = RendezvousKeepalive(_handler(holder), leaving=lambda: False, warn=pytest.fail)
+    taught = Peers(_handler(holder), leaving=lambda: False, warn=pytest.fail)
     holder.sync()
     now_s += 1.5
     holder.sync()
@@ -247,11 +247,11 @@ def test_a_lost_store_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s)
     leaving = False
     handler = _handler(None)
-    taught = RendezvousKeepalive(handler, leaving=lambda: leaving, warn=pytest.fail)
+    taught = Peers(handler, leaving=lambda: leaving, warn=pytest.fail)
     assert taught.num_nodes_waiting() == 2
     handler = _handler(None)
     handler.num_nodes_waiting = lost
-    taught = RendezvousKeepalive(handler, leaving=lambda: leaving, warn=pytest.fail)
+    taught = Peers(handler, leaving=lambda: leaving, warn=pytest.fail)
     assert handler.num_nodes_waiting() == 0
     now_s += 3600  # it was suspended, as the other one was
     for _ in range(6):
