@@ -40,19 +40,31 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How many members a run may have; the job spec has checked that they agree.
+    """How many members a run may have.
 
     Attributes:
         min: with fewer, the run waits.
         max: no more join.
         wanted: how many should train now.
         spares: how many more are kept ready.
+
+    Raises:
+        ValueError: they contradict each other.
     """
 
     min: int = 1
     max: int = 1
     wanted: int = 1
     spares: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.wanted <= self.max:
+            raise ValueError(
+                f"elastic sizes min={self.min}, wanted={self.wanted}, max={self.max}: "
+                "1 <= min <= wanted <= max is needed"
+            )
+        if self.spares < 0:
+            raise ValueError(f"spares={self.spares}: 0 or more are needed")
 
 
 @dataclass(frozen=True, kw_only=True)
