@@ -134,14 +134,19 @@ def test_a_killed_supervisor_is_cleaned_up_after(
         start_job(cluster)
         running = Running.read(Layout(cluster.directory))
         assert running is not None
-        below = processes.descendants(running.supervisor.pid)
-        steps = [pid for pid in below if processes.command_name(pid) == "slurmstepd"]
+        steps: list[int] = []
+
+        def are_there() -> bool:  # squeue shows a step before slurmd has forked for it
+            below = processes.descendants(running.supervisor.pid)
+            steps[:] = [pid for pid in below if processes.command_name(pid) == "slurmstepd"]
+            return len(steps) == 2
+
+        wait_until(are_there, "the script's slurmstepd and srun's")
         without_environment(monkeypatch, steps)
         running.supervisor.send(signal.SIGKILL)
         wait_until(lambda: not any(p.alive for _, p in running.daemons), "the daemons to die")
         assert not any(map(has_ended, steps)), "the job outlives the daemons"
         cluster.down()
-        assert len(steps) == 2, "the script's and srun's"
         assert [line.split()[0] for line in processes_of(str(tmp_path / "c"))] == [str(shell.pid)]
         assert all(map(has_ended, steps))
     finally:
