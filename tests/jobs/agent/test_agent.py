@@ -234,6 +234,7 @@ def test_a_worker_that_imports_gets_the_latest(scene: Scene) -> None:
         assert len(scene.told(0)) == 1
         (scene.folder / "announce").touch()
         scene.wait_state("parked")
+        scene.wait_told(0, "SIGUSR1")  # a moment later
         assert scene.told(0)[2:] == ["SIGUSR1"]
         scene.leave(0, 0)
         assert agent.wait() == 0
