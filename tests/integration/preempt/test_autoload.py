@@ -265,6 +265,7 @@ while True:
 """
 
 
+OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "HYDROSLURM_RUN_DIR": "first"}
 CALLS = """
 import json, os, signal, sys
 import torch, hydroslurm
@@ -304,21 +305,27 @@ for options in sys.argv[1:]:
         ),
         (["{'run_dir': 'mine'}"], "True mine True False / then ended"),
         (["{'alone': True}"], "True first True True / then running"),
-        (["{'alone': False}"], "refused HYDROSLURM_PREEMPT has made this process pausable with the "
-         "hooks gate, which holds one rank, and 2 pause together here. Choose for both by "
-         "HYDROSLURM_GATE=native, or set HYDROSLURM_PREEMPT=off"),
     ],
-)  # fmt: skip
+)
 def test_a_call_of_the_scripts_own(options: list[str], words: str, tmp_path: Path) -> None:
     """It returns the controller that is there, and a pause that is on stays on. Events go where the
     call says, how things stand first; alone, it leaves the other ranks. What cannot change is
     refused, with the remedy."""
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "HYDROSLURM_RUN_DIR": "first"}
-    if "{'alone': False}" in options:  # at first it is to hold one rank
-        ranks |= {"HYDROSLURM_ALONE": "1", "HYDROSLURM_GATE": "hooks"}
     path = str(Path(__file__).parents[2])
-    done = python("-c", CALLS, *options, cwd=tmp_path, PYTHONPATH=path, **ASKED, **ranks)
+    done = python("-c", CALLS, *options, cwd=tmp_path, PYTHONPATH=path, **ASKED, **OF_TWO)
     assert done.stdout.splitlines() == words.split(" / "), done.stderr
+
+
+def test_a_call_for_two_ranks_over_the_gate_of_one(tmp_path: Path) -> None:
+    """It is refused, with the remedy: the gate of module hooks holds one rank."""
+    code = "import torch, hydroslurm; hydroslurm.install(alone=False)"
+    one = {"HYDROSLURM_ALONE": "1", "HYDROSLURM_GATE": "hooks"}
+    done = python("-c", code, cwd=tmp_path, **ASKED, **OF_TWO, **one)
+    assert done.stderr.splitlines()[-1].endswith(
+        ": HYDROSLURM_PREEMPT has made this process pausable with the hooks gate, which holds one "
+        "rank, and 2 pause together here. Choose for both by HYDROSLURM_GATE=native, or set "
+        "HYDROSLURM_PREEMPT=off"
+    )
 
 
 @pytest.mark.parametrize("mode", ["pause", "requeue"])
