@@ -159,9 +159,10 @@ def test_the_training_that_would_lose_most(tmp_path: Path) -> None:
     for run, saved_s in zip(runs, (-5, -50, -500), strict=True):
         write(run.rank_events(0), event(EventKind.INSTALLED), began(), committed(7, at_s=saved_s))
     write(runs[2].rank_events(0), event(EventKind.UNINSTALLED))
-    write(runs[1].rank_events(0), parked(1, 50.0))
+    write(runs[1].rank_events(0), parked(1, 50.0, world_size=4))
+    write(runs[1].rank_events(1), committed(6, at_s=-90, rank=1))
     found = view(job(), *(Training(run).read() for run in runs))
-    assert (found.n_ranks, found.parked, found.commit_age_s) == (2, 1, 50.0)
+    assert (found.n_ranks, found.parked, found.commit_age_s) == (1 + 4, 1, 50.0)
 
 
 # --- what would be lost --------------------------------------------------------------------------
@@ -170,7 +171,7 @@ RUN = RankStatus(0, "running", moment(-100), as_of=moment(-4), step=120, steps_p
 RUN = replace(RUN, attempt_step=0, attempt_began=moment(-100))
 SAVED = replace(RUN, committed_step=100, committed=moment(-14))
 STUCK = replace(SAVED, step_since=moment(-604))
-NO_RUN = RankStatus(0, "running", moment(-100), step=9)
+NO_RUN = RankStatus(0, "running", moment(-100), step=9, save_s=2)
 
 
 @pytest.mark.parametrize(
