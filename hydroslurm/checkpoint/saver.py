@@ -32,6 +32,7 @@ from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
@@ -658,7 +659,7 @@ class BackgroundSave:
         self.cancel = threading.Event()
         self._begin_s = time.monotonic()
         name = f"hydroslurm-save-{self.step}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        self._thread = thread(self._run, name=name, daemon=False)
         self._thread.start()
 
     @property

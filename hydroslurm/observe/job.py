@@ -343,15 +343,15 @@ class JobView:
         ended = self.slurm is not None and self.slurm.state.has_ended
         return ended or self.forgotten_epoch_s is not None
 
-    @property
+    @cached_property
     def _is_alive(self) -> bool:
         return not (self.has_ended or self.job.state.is_waiting)
 
-    @property
+    @cached_property
     def _has_ranks(self) -> bool:
         return self._is_alive and bool(self.present)
 
-    @property
+    @cached_property
     def state(self) -> str:
         """Slurm's; or PARKED (all ranks), VACATED and STOPPING, which only its ranks know; or
         FORGOTTEN."""
