@@ -62,7 +62,6 @@ def _plant_cluster(stranger: Stranger, folder: Path, victim: int, link: str = "/
     assert process is not None
     running = Running(
         spec=ClusterSpec(directory=folder),
-        up=True,
         temporary=True,
         link=Path(link),
         supervisor=process,

@@ -260,8 +260,8 @@ def test_job_steps_that_come_together_share_nothing(site: Site) -> None:
         ({"finished": True}, False, False),
         ({"saver": ""}, False, False),
         ({"restart_count": 1}, False, False),
-        ({"as_of": Moment(1, 1)}, False, False),
-        ({"as_of": Moment(1, time.time_ns() - 40 * 10**9), "heartbeat_s": 60.0}, False, True),
+        ({"age_s": 40}, False, False),
+        ({"age_s": 40, "heartbeat_s": 60.0}, False, True),
     ],
 )
 def test_a_requeue_waits_for_whom_it_would_kill(
@@ -269,8 +269,9 @@ def test_a_requeue_waits_for_whom_it_would_kill(
 ) -> None:
     """A training of this start that lives, saves by itself, and has not asked for the requeue."""
     run = RunDir(tmp_path).create()
-    status = RankStatus(0, "stopping", NEVER, as_of=Moment(*clocks()), saver="attempt_began")
-    run.rank_status(0).write_text(replace(status, **change).to_json())
+    given = {"state": "stopping", "saver": "attempt_began", **change}
+    as_of = Moment(1, time.time_ns() - given.pop("age_s", 0) * 10**9)
+    run.rank_status(0).write_text(RankStatus(0, since=NEVER, as_of=as_of, **given).to_json())
     if asked:
         EventLog(run.rank_events(0)).append(Event(EventKind.REQUEUE_ASKED, *clocks()))
     assert run_folders._is_at_work(run, 0) is waits

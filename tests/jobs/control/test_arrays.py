@@ -25,11 +25,13 @@ task = os.environ["SLURM_ARRAY_TASK_ID"]
 def say(word):
     with open(f"said-{task}", "a") as out:
         print(word, file=out)
-with hydroslurm.Run(model=torch.nn.Linear(1, 1), every_s=0) as run:
+model = torch.nn.Linear(1, 1)
+with hydroslurm.Run(model=model, every_s=0) as run:
     run.resume()
     say("resumed" if run.step else "began")
     while not os.path.exists(f"finish-{task}"):
         time.sleep(0.05)
+        model(torch.ones(1))
         run.step += 1
         run.safe_point()
 say("finished")
