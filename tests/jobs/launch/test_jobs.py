@@ -258,6 +258,12 @@ def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -
     executor.update_parameters(partition="low", nodes=999)
     with pytest.raises(LaunchError, match=r"could never start \(Partition.*asked for 999 nodes of"):
         executor.submit_script(str(folder / "train.py"))
+    (folder / "job.yaml").write_text(
+        spec.replace("{template", "{replicas: 999, template").replace("nowhere", "low")
+    )
+    done = hydroslurm_submit(folder, "job.yaml")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "could never start (Partition" in done.stderr
     assert not (folder / "runs").exists()
 
 
