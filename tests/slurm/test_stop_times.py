@@ -53,7 +53,8 @@ def _policy(victim: Victim) -> SitePolicy:
 def _ask(victim: Victim, *, after: str = "SIGTERM", limit_s: float = 60.0) -> tuple[Stop, float]:
     """Why it was told to stop, as asked when it was told, and that moment."""
     told_at = victim.wait_for(after, limit_s=limit_s)
-    return ask_why(_client(victim.cluster), victim.id), told_at
+    # accounting learns of a cancel late on a busy machine
+    return ask_why(_client(victim.cluster), victim.id, history_within_s=limit_s), told_at
 
 
 def _check(victim: Victim, stop: Stop, told_at: float) -> float:
