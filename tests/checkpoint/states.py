@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -74,10 +75,13 @@ def same(left: Any, right: Any) -> bool:
             and left.shape == right.shape
             and (left.tobytes() == right.tobytes())
         )
+    if isinstance(left, (float, complex)) and not isinstance(left, np.generic):
+        return np.array(left).tobytes() == np.array(right).tobytes()
     if isinstance(left, dict):
         return same(list(left), list(right)) and same(list(left.values()), list(right.values()))
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, (list, tuple, deque)):
+        limits = getattr(left, "maxlen", None), getattr(right, "maxlen", None)
+        return len(left) == len(right) and limits[0] == limits[1] and all(map(same, left, right))
     return bool(left == right)
 
 

@@ -7,7 +7,6 @@ import enum
 import json
 import math
 import random
-import struct
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path, PurePosixPath
@@ -91,23 +90,7 @@ TREES = st.recursive(
 @given(TREES)
 def test_round_trip(tree: Any) -> None:
     """Any tree of the types that can be saved comes back equal, in types, order and bits."""
-    assert equal(there_and_back(tree), tree)
-
-
-def equal(left: Any, right: Any) -> bool:
-    """:func:`same`, for the types that only these tests use."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, (float, complex)) and not isinstance(left, np.generic):
-        return [struct.pack(">d", x) for x in (left.real, left.imag)] == [
-            struct.pack(">d", x) for x in (right.real, right.imag)
-        ]
-    if isinstance(left, (list, tuple, deque)):
-        limits = getattr(left, "maxlen", None), getattr(right, "maxlen", None)
-        return len(left) == len(right) and limits[0] == limits[1] and all(map(equal, left, right))
-    if isinstance(left, dict):
-        return equal(list(left), list(right)) and equal(list(left.values()), list(right.values()))
-    return same(left, right)
+    assert same(there_and_back(tree), tree)
 
 
 def test_the_same_memory_is_kept_once() -> None:

@@ -4,8 +4,6 @@ name -> exit statuses and what was shown."""
 from __future__ import annotations
 
 import atexit
-import functools
-import importlib
 import json
 import os
 import sys
@@ -15,12 +13,11 @@ from typing import Any
 
 from attempts import STOPPED, attempts, begin, printed
 
-from hydroslurm.errors import StateMismatch, UsageError
+from hydroslurm.errors import StateMismatch
 from hydroslurm.prove.updates import PROVE_ENV
 
 
 class Lightning:
-    used = ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop", "advance")
     by = ("max_epochs 1 3", "max_steps 15 22")
 
     def __init__(self) -> None:
@@ -40,7 +37,6 @@ class Lightning:
 
 
 class Transformers:
-    used = ("transformers.trainer", "skip_first_batches")
     by = ("num_train_epochs 2 3", "max_steps 5 10")
 
     def __init__(self) -> None:
@@ -68,20 +64,6 @@ def main(name: str, folder: Path) -> None:
         exits, lines = attempts(call, scene, folder / (place or shown), stops, notes="out-*")
         found[shown] = exits, printed(lines)
 
-    def another_version(_: str, place: Path, stop: str) -> None:
-        """Without what hydroslurm uses of it, as one is before that came and after it has gone."""
-        begin(place, stop)
-        module, *path, last = framework.used
-        owner = functools.reduce(getattr, path, importlib.import_module(module))
-        own = getattr(owner, last)
-        delattr(owner, last)
-        try:
-            framework.train()
-        except UsageError as error:
-            note(place, f"refused: {error}")
-        setattr(owner, last, own)
-        framework.train()
-
     def another_model(_: str, place: Path, stop: str) -> None:
         """The second attempt has a wider one."""
         begin(place, stop)
@@ -103,7 +85,6 @@ def main(name: str, folder: Path) -> None:
         os.chdir(place)
         framework.scenes.main(scene)
 
-    play("another version", another_version, "")
     play("another model", another_model, "step:3", "")
     for by in framework.by:
         option, short, long = by.split()

@@ -1,4 +1,4 @@
-"""Frameworks at the edges: other versions, other models, finished runs, runs that are trained
+"""Frameworks at the edges: unknown versions, other models, finished runs, runs that are trained
 longer, and what is not trained."""
 
 from __future__ import annotations
@@ -106,12 +106,6 @@ for _ in epochs(accelerator, 1):
 Found: TypeAlias = dict[str, tuple[list[int], list[str]]]
 
 
-KNOWN = {
-    "lightning": "trainer.fit_loop.epoch_loop.advance; hydroslurm knows 2.4 to 2.6",
-    "transformers": "transformers.trainer.skip_first_batches; hydroslurm knows 4.57 to 5",
-}
-
-
 def played(framework: str, folder: Path) -> Found:
     """Name -> exit statuses and notes of all attempts."""
     loads = LIGHTNING if framework == "lightning" else TRANSFORMERS
@@ -129,15 +123,9 @@ def edges(
     return request.param, played(request.param, tmp_path_factory.mktemp("edges"))
 
 
-def test_another_version_and_another_model(edges: tuple[str, Found]) -> None:
-    """A framework that is not known: one line that names what is missing, and it trains when that
-    is there. A checkpoint of another model is refused with the step."""
-    framework, found = edges
-    exits, notes = found["another version"]
-    assert exits == [0]
-    assert KNOWN[framework] in notes[0]
-    assert notes[-1].startswith(("weights", "end 12"))
-    exits, notes = found["another model"]
+def test_another_model(edges: tuple[str, Found]) -> None:
+    """A checkpoint of another model is refused with the step."""
+    exits, notes = edges[1]["another model"]
     assert exits == [75, 0]
     assert "refused: step 3 of this run does not fit the model (" in notes[-1]
     assert "size mismatch" in notes[-1]

@@ -38,18 +38,15 @@ def single(script: str, stops: str = STOPS, trainings: int = 1, named: str = "")
     return Row(script, LOADS[script.partition("_")[0]], stops, trainings=trainings, named=named)
 
 
-MANY_STRUCTURES = (
-    "collator", "collating-method", "collating-closure", "transform", "wrapped-transform",
-    "concatenated", "split", "augmentation", "curriculum", "passes", "stream", "weights", "buckets",
-)  # fmt: skip
 STRUCTURES = [
     *(
         structure(framework, name, workers)
         for framework in LOADS
-        for name in MANY_STRUCTURES
-        for workers in ("", "workers", "persistent")
+        for name in ("transforms", "curriculum", "stream", "collator", "weights", "buckets")
+        for workers in ("", "persistent")
         if framework != "transformers" or name not in ("weights", "buckets")
     ),
+    structure("own", "stream", "workers"),
     *(single(f"transformers_peft.py {kind}") for kind in ("lora", "dora", "adalora")),
     single("transformers_masked.py x"),
     single("transformers_masked.py x workers"),

@@ -176,16 +176,3 @@ def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(
         require_resumed(training, "time_limit")
         assert f"{signal} is the job's --signal" in training.log()
         assert f"{signal} received: its time limit ends it in" in training.log()
-
-
-def test_a_pipe_that_breaks_at_the_stop_costs_nothing(
-    submit: Submit, requeue_cluster: Part
-) -> None:
-    """Under linuxproc the SIGTERM of a preemption also ends the `tee` behind the rank."""
-    here = f"--nodelist={requeue_cluster.nodes[0]}"
-    training = submit(here, python=f'{sys.executable} "$@" 2>&1 | tee log')
-    training.wait_for_attempt(1)
-    urgent = ("--partition=urgent", "--nodes=1", here, "--exclusive", "--time=1")
-    training.slurm("srun", *urgent, "true")
-    require_resumed(training, "preempted")
-    assert EventKind.OUTPUT_LOST in kinds(training)

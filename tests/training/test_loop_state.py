@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 from training.loop import Pole, ask_for_stop
 
 import hydroslurm
@@ -119,60 +119,6 @@ def early_stopping(say: Stopper) -> None:
     say(best, patience, scale, history, weights["weight"])
 
 
-def average_in_a_dict(say: Stopper) -> None:
-    parts = Parts(say)
-    ema = {name: one.detach().clone() for name, one in parts.model.named_parameters()}
-    for _ in parts.run.steps(STEPS):
-        parts.learn(torch.randn(4, 2))
-        with torch.no_grad():
-            for name, one in parts.model.named_parameters():
-                ema[name].lerp_(one, 0.1)
-        say(*ema.values())
-
-
-def averaged_model(say: Stopper) -> None:
-    """torch's own, and a copy by hand; neither is given to the run."""
-    parts = Parts(say)
-    ema = torch.optim.swa_utils.AveragedModel(parts.model)
-    by_hand = copy.deepcopy(parts.model).requires_grad_(False)
-    for _ in parts.run.steps(STEPS):
-        parts.learn(torch.randn(4, 2))
-        ema.update_parameters(parts.model)
-        by_hand.weight.data.lerp_(parts.model.weight, 0.1)
-        say(ema.module.weight, ema.n_averaged, by_hand.weight)
-
-
-class Shadow:
-    """An average as torch_ema and diffusers keep it: a list of tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.shadow_params = [one.detach().clone() for one in model.parameters()]
-
-    def update(self, model: nn.Module) -> None:
-        for mine, theirs in zip(self.shadow_params, model.parameters(), strict=True):
-            mine.lerp_(theirs.detach(), 0.1)
-
-
-class AverageMeter:
-    __slots__ = ("count", "sum")
-
-    def __init__(self) -> None:
-        self.count, self.sum = 0, 0.0
-
-    def update(self, value: float) -> None:
-        self.count, self.sum = self.count + 1, self.sum + value
-
-
-def meters(say: Stopper) -> None:
-    parts = Parts(say)
-    shadow, by_name = Shadow(parts.model), {"loss": AverageMeter(), "norm": AverageMeter()}
-    for (x,) in parts.run.batches(epochs=EPOCHS):
-        by_name["loss"].update(float(parts.learn(x)))
-        by_name["norm"].update(float(parts.model.weight.detach().norm()))
-        shadow.update(parts.model)
-        say(*((one.count, one.sum) for one in by_name.values()), shadow.shadow_params[0])
-
-
 def generators(say: Stopper) -> None:
     """Of every kind, in a variable, a list, an object and a closure."""
     parts, noise, rolls = Parts(say), torch.Generator().manual_seed(1), [np.random.default_rng(1)]
@@ -185,48 +131,6 @@ def generators(say: Stopper) -> None:
     for _ in parts.run.steps(STEPS):
         x = torch.randn(4, 2, generator=noise) + rolls[0].random() + draw()
         say(parts.learn(x))
-
-
-class Replay:
-    """A ring of observations in one array, as those of reinforcement learning."""
-
-    def __init__(self) -> None:
-        self.data, self.place, self.recent = np.zeros((50, 2), np.float32), 0, deque(maxlen=3)
-
-    def add(self, x: Any) -> None:
-        self.data[self.place % 50], self.place = x, self.place + 1
-        self.recent.append(float(x.sum()))
-
-    def sample(self) -> torch.Tensor:
-        return torch.tensor(self.data[np.random.randint(0, self.place, 4)])
-
-
-def replay_buffer(say: Stopper) -> None:
-    """With an observation that the next step goes on from."""
-    parts, buffer, state = Parts(say), Replay(), np.zeros(2)
-    for _ in parts.run.steps(STEPS):
-        state = 0.9 * state + np.random.randn(2)
-        buffer.add(state)
-        say(parts.learn(buffer.sample()), list(buffer.recent))
-
-
-def batch_ahead(say: Stopper) -> None:
-    """As nanoGPT: the next batch is fetched before the step ends."""
-    parts = Parts(say)
-    x = torch.randn(4, 2)
-    for _ in parts.run.steps(STEPS):
-        loss = parts.learn(x)
-        x = torch.randn(4, 2)
-        say(loss)
-
-
-def hidden_state(say: Stopper) -> None:
-    """Truncated backpropagation; None before the first step."""
-    parts, hidden = Parts(say), None
-    for _ in parts.run.steps(STEPS):
-        x = torch.randn(4, 2)
-        hidden = x if hidden is None else (0.5 * hidden + x).detach()
-        say(parts.learn(hidden))
 
 
 def first_set_in_a_step(say: Stopper) -> None:
@@ -272,14 +176,6 @@ def globals_of_the_module(say: Stopper) -> None:
         say(parts.learn(x * CURRICULUM["level"]), SEEN)
 
 
-def buffers_that_are_not_persistent(say: Stopper) -> None:
-    parts = Parts(say)
-    parts.model.register_buffer("scale", torch.ones(1), persistent=False)
-    for _ in parts.run.steps(STEPS):
-        parts.model.scale.mul_(0.9)
-        say(parts.learn(torch.randn(4, 2) * parts.model.scale), parts.model.scale)
-
-
 def two_loops(say: Stopper) -> None:
     """One behind the other, with what lies between them."""
     parts, total, count = Parts(say), 0.0, 0
@@ -288,37 +184,7 @@ def two_loops(say: Stopper) -> None:
             total += float(parts.learn(torch.randn(4, 2)))
             count += 1
             say(total, count)
-        total = round(total, 3)
-
-
-class Noisy:
-    """Samples with noise of their own, which a curriculum makes stronger."""
-
-    def __init__(self) -> None:
-        self.rng, self.level, self.seen = random.Random(1), 1.0, 0
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.seen += 1
-        return torch.tensor([index, self.level * self.rng.random()])
-
-
-def what_hangs_in_the_loader(say: Stopper) -> None:
-    """A data set, a collate function and a sampler that change on their way."""
-    data, drawn, sampler = Noisy(), np.random.default_rng(2), WeightedRandomSampler([1.0] * 6, 6)
-
-    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(samples) + float(drawn.random())
-
-    loader = DataLoader(data, batch_size=2, sampler=sampler, collate_fn=collate)
-    parts = Parts(say, loader)
-    for x in parts.run.batches(epochs=EPOCHS):
-        loss = parts.learn(x)
-        data.level = 1 + float(loss)
-        sampler.weights[int(x[0, 0]) % 6] += 0.5
-        say(loss, data.seen, sampler.weights)
+        total = round(total, 3) + float(torch.rand(1))
 
 
 def registered(say: Stopper) -> None:
@@ -402,10 +268,9 @@ def gradients_of_several_batches(say: Stopper) -> None:
 
 
 LOOPS: list[Callable[[Stopper], None]] = [
-    counters, early_stopping, average_in_a_dict, averaged_model, meters, generators, replay_buffer,
-    batch_ahead, hidden_state, first_set_in_a_step, through_a_generator, globals_of_the_module,
-    buffers_that_are_not_persistent, two_loops, what_hangs_in_the_loader, registered, thawed,
-    closures_of_lbfgs, gradients_of_several_batches,
+    counters, early_stopping, generators, first_set_in_a_step, through_a_generator,
+    globals_of_the_module, two_loops, registered, thawed, closures_of_lbfgs,
+    gradients_of_several_batches,
 ]  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -283,32 +282,6 @@ def test_a_step_that_was_left_counts(tmp_path: Path) -> None:
     run.finish()
     assert [path.name for path in run.dir.checkpoints.glob("step-*")] == ["step-000000003"]
     assert run.step == 3
-
-
-def two_loops(folder: Path, stop: int | None = None) -> list[float]:
-    """One behind the other, with draws between them."""
-    parts, losses = Parts(), []
-    with contextlib.suppress(SystemExit), parts.run(folder) as run:
-        for total in (2, 4):
-            for step in run.steps(total):
-                losses.append(parts.learn())
-                if step == stop:
-                    ask_for_stop(run)
-            losses.append(float(torch.rand(1)))
-    if hydroslurm.is_installed():
-        hydroslurm.uninstall()
-    return losses
-
-
-@pytest.mark.parametrize("stop", range(4))
-def test_two_loops(stop: int, tmp_path: Path) -> None:
-    """A resume in the second one, or right between them, goes on with the same random numbers."""
-    alone = two_loops(tmp_path / "alone")
-    stopped = two_loops(tmp_path / "run", stop)
-    assert stopped == alone[: len(stopped)] != alone
-    again = two_loops(tmp_path / "run")
-    rest = again if stop < 2 else again[1:]
-    assert again[-len(rest) :] == alone[-len(rest) :]
 
 
 @pytest.mark.parametrize(

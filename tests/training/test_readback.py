@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint.states import same
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -104,22 +105,6 @@ def saved_and_resumed(folder: Path, make: Any) -> list[tuple[nn.Module, Any]]:
         resumed(run) if attempt == 2 else saved(run, model, optimizer)
         made.append((model, optimizer))
     return made
-
-
-def same(one: Any, other: Any) -> bool:
-    """In types, dtypes and values, NaN too."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, deque)):
-        limits = getattr(one, "maxlen", None), getattr(other, "maxlen", None)
-        return limits[0] == limits[1] and all(map(same, one, other)) and len(one) == len(other)
-    return bool(one == other) or one != one
 
 
 @pytest.mark.parametrize("kind", [Own, Looking])

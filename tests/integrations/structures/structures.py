@@ -20,7 +20,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
     get_worker_info,
-    random_split,
 )
 
 ROWS = torch.arange(24 * 4, dtype=torch.float32).reshape(24, 4) / 50 - 1
@@ -85,58 +84,25 @@ class Curriculum(Dataset):
         return ROWS[index] * self.level
 
 
-class Passes(IterableDataset):
-    """Orders by how often it was gone through."""
+class Shuffled(IterableDataset):
+    """A stream through a buffer, with a generator of its own, in an order by how often it was gone
+    through."""
 
     def __init__(self) -> None:
-        self.passes = 0
+        self.rng, self.passes = random.Random(3), 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self.passes += 1
-        order = np.random.RandomState(self.passes).permutation(len(ROWS))
-        info = get_worker_info()
-        mine = order if info is None else order[info.id :: info.num_workers]
-        yield from ROWS[torch.from_numpy(mine)]
-
-
-class Shuffled(IterableDataset):
-    """A stream through a buffer, with a generator of its own."""
-
-    def __init__(self) -> None:
-        self.rng = random.Random(3)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = torch.from_numpy(np.random.RandomState(self.passes).permutation(len(ROWS)))
         info = get_worker_info()
         step, first = (1, 0) if info is None else (info.num_workers, info.id)
         buffer: list[torch.Tensor] = []
-        for row in itertools.islice(ROWS, first, None, step):
+        for row in itertools.islice(ROWS[order], first, None, step):
             buffer.append(row)
             if len(buffer) == 6:
                 yield buffer.pop(self.rng.randrange(6))
         self.rng.shuffle(buffer)
         yield from buffer
-
-
-class Masking:
-    """A collator with a generator."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(5)
-
-    def __call__(self, rows: list[Any]) -> torch.Tensor:
-        batch = default_collate(rows)
-        return batch * (torch.rand(batch.shape, generator=self.generator) > 0.2)
-
-
-class Counting:
-    """A collator in a method, that counts."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def collate(self, rows: list[Any], *, scale: float) -> torch.Tensor:
-        self.seen += len(rows)
-        return default_collate(rows) * (1 + scale * self.seen)
 
 
 def masking_closure() -> Callable[[list[Any]], torch.Tensor]:
@@ -166,33 +132,23 @@ class Buckets(Sampler[list[int]]):
 
 def dataset() -> Any:
     made: dict[str, Callable[[], Any]] = {
-        "transform": lambda: Rows(Jitter()),
-        "wrapped-transform": lambda: Subset(Rows(Compose(Warmup(), Jitter())), range(2, 22)),
-        "concatenated": lambda: ConcatDataset([Rows(Jitter()), Rows(Warmup())]),
-        "augmentation": lambda: Rows(lambda row: row + torch.randn(4) + random.random()),
+        "transforms": lambda: Subset(
+            ConcatDataset([Rows(Compose(Warmup(), Jitter())), Rows(Jitter())]), range(2, 26)
+        ),
         "curriculum": Curriculum,
-        "passes": Passes,
         "stream": Shuffled,
-        "split": lambda: random_split(
-            Rows(Jitter()), [20, 4], torch.Generator().manual_seed(1)
-        )[0],
-    }  # fmt: skip
+    }
     return made.get(STRUCTURE, Rows)()
 
 
 def collator() -> Callable[[list[Any]], Any]:
-    made: dict[str, Callable[[], Any]] = {
-        "collator": Masking,
-        "collating-method": lambda: functools.partial(Counting().collate, scale=0.001),
-        "collating-closure": masking_closure,
-    }
-    return made.get(STRUCTURE, lambda: default_collate)()
+    return masking_closure() if STRUCTURE == "collator" else default_collate
 
 
 def loading(data: Any) -> dict[str, Any]:
     """The arguments of a DataLoader."""
     order: dict[str, Any] = {"batch_size": 4, "shuffle": True}
-    if STRUCTURE in ("passes", "stream"):
+    if STRUCTURE == "stream":
         order = {"batch_size": 4}
     if STRUCTURE == "weights":
         order = {"batch_size": 4, "sampler": WeightedRandomSampler(torch.ones(24), 24)}
