@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -36,49 +37,41 @@ class BrokenDisk(Storage):
 
 
 class HeldDisk(BrokenDisk):
-    """Holds every file of the steps until it is let go, as a disk that hangs does; ``reached`` is
-    set when the first one is held."""
+    """Holds calls of one kind for the steps until it is let go, as a disk that hangs does: each
+    file that is created, or the first call of another kind, which fails then with an ``error``.
+    ``reached`` is set when the first one is held."""
 
-    def __init__(self, *steps: int) -> None:
+    def __init__(self, *steps: int, call: str = "create", error: int = 0) -> None:
         super().__init__(*steps)
+        self._call, self._error = call, error
         self.reached, self.let_go = threading.Event(), threading.Event()
 
     def hold(self, step: int) -> None:
         self._steps.append(f"step-{step:09d}")
 
-    def create(self, path: Path) -> int:
-        if self.is_of(path):
+    def _meet(self, call: str, path: Path) -> None:
+        is_due = call == "create" or not self.reached.is_set()
+        if call == self._call and is_due and self.is_of(path):
             self.reached.set()
             assert self.let_go.wait(60)
-        return Storage.create(self, path)
-
-
-class SlowSync(HeldDisk):
-    """Holds the first sync of the steps instead, which fails when it is let go."""
+            if self._error:
+                raise OSError(self._error, os.strerror(self._error))
 
     def create(self, path: Path) -> int:
-        self._is_held = self.is_of(path)
+        self._meet("create", path)
         return Storage.create(self, path)
 
     def fsync(self, fd: int) -> None:
-        if self._is_held and not self.reached.is_set():
-            self.reached.set()
-            assert self.let_go.wait(60)
-            raise OSError(errno.EIO, "Input/output error")
+        self._meet("fsync", Path(f"/proc/self/fd/{fd}").readlink())
         super().fsync(fd)
 
-
-class LateCommit(HeldDisk):
-    """Holds the first rename of the steps instead."""
-
-    def create(self, path: Path) -> int:
-        return Storage.create(self, path)
-
     def rename(self, source: Path, target: Path) -> None:
-        if self.is_of(target) and not self.reached.is_set():
-            self.reached.set()
-            assert self.let_go.wait(60)
+        self._meet("rename", target)
         super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._meet("unlink", path)
+        super().unlink(path)
 
 
 class LateFolder(Storage):
@@ -100,14 +93,6 @@ class LateFolder(Storage):
         super().mkdir(path)
         if path.name.startswith(".tmp"):
             self._made.set()
-
-
-class SlowRemoval(HeldDisk):
-    """Removes no file until it is let go."""
-
-    def unlink(self, path: Path) -> None:
-        assert self.let_go.wait(60)
-        super().unlink(path)
 
 
 def state_of(value: float) -> State:

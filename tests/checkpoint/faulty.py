@@ -107,11 +107,9 @@ class PowerCutStorage(CountingStorage):
     Removals are durable at once, which is the worst case.
     """
 
-    def __init__(self, at: int, *, deaf: frozenset[str] = frozenset()) -> None:
-        """``deaf``: calls that are forgotten, as if the code under test had not made them."""
+    def __init__(self, at: int) -> None:
         super().__init__(self._cut)
         self._at = at
-        self._deaf = deaf
         self._unsynced: set[int] = set()  # inodes with contents that are not on the disk
         self._names: list[_Name] = []
 
@@ -149,8 +147,7 @@ class PowerCutStorage(CountingStorage):
 
     def fsync(self, fd: int) -> None:
         super().fsync(fd)
-        if "fsync" not in self._deaf:
-            self._unsynced.discard(os.fstat(fd).st_ino)
+        self._unsynced.discard(os.fstat(fd).st_ino)
 
     def rename(self, source: Path, target: Path) -> None:
         before = (_inode(source.parent), source.name)
@@ -164,10 +161,9 @@ class PowerCutStorage(CountingStorage):
 
     def fsync_dir(self, path: Path) -> None:
         super().fsync_dir(path)
-        if "fsync_dir" not in self._deaf:
-            for name in self._names:
-                name.homes.discard(_inode(path))
-            self._names = [name for name in self._names if name.homes]
+        for name in self._names:
+            name.homes.discard(_inode(path))
+        self._names = [name for name in self._names if name.homes]
 
 
 def _inode(path: Path) -> int:

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,21 +165,6 @@ def test_first_save_survives_a_power_cut_in_new_folders(tmp_path: Path) -> None:
     found = newest_good(store)
     assert found is not None
     assert holds(store, found, 2)
-
-
-@pytest.mark.parametrize("deaf", ["fsync", "fsync_dir"])
-def test_power_cut_finds_a_missing_fsync(tmp_path: Path, deaf: str) -> None:
-    """The simulation has teeth: a save whose fsyncs do nothing is lost."""
-    write(CheckpointStore(tmp_path), state_of(1), step=1, kind="periodic")
-    storage = PowerCutStorage(LIMIT, deaf=frozenset([deaf]))
-    assert cut_short(lambda: saves(tmp_path, storage))
-    storage.lose(tmp_path, names=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = newest_good(CheckpointStore(tmp_path))
-    assert found is not None
-    assert found.step == 1
-    assert ["step-000000002" in str(one.message) for one in caught] == [True] * (deaf == "fsync")
 
 
 def test_a_short_write_is_continued(tmp_path: Path) -> None:

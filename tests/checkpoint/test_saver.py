@@ -4,6 +4,7 @@ waits for whom."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -17,11 +18,8 @@ import pytest
 from checkpoint.disks import (
     BrokenDisk,
     HeldDisk,
-    LateCommit,
     LateFolder,
     Saving,
-    SlowRemoval,
-    SlowSync,
     no_room,
     state_of,
 )
@@ -355,7 +353,7 @@ def test_one_under_way(
 
 def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
     """A sync that hangs counts at once, and still when its save has failed."""
-    on = Saving(tmp_path, SlowSync(2))
+    on = Saving(tmp_path, HeldDisk(2, call="fsync", error=errno.EIO))
     on.saver.save(state_of(1.0), step=1)
     wait_s = 10 * on.saver.expect_s()
     on.start(2)
@@ -397,7 +395,7 @@ def test_a_state_is_not_saved_twice(tmp_path: Path) -> None:
 def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None:
     """What is durable is told at once; the removal of older checkpoints comes after, and is waited
     for by close()."""
-    on = Saving(tmp_path, SlowRemoval(), retention=Retention(keep=1, keep_stop=1))
+    on = Saving(tmp_path, HeldDisk(1, 2, call="unlink"), retention=Retention(keep=1, keep_stop=1))
     for step in (1, 2, 3):
         write(on.store, state_of(step), step=step, kind="stop")
     saved = on.stop(5)
@@ -438,7 +436,7 @@ def test_a_stop_follows_a_save_of_its_step(tmp_path: Path) -> None:
     on.end()
     assert on.steps == [5, 5]
     assert on.values == {5: (6.0, 6.0)}
-    late = Saving(tmp_path / "late", LateCommit(5))
+    late = Saving(tmp_path / "late", HeldDisk(5, call="rename"))
     expect(late.saver, seconds=20.0)
     late.start(5)
     saved = late.stop(5, 40, state_of(6.0))

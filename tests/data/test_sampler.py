@@ -15,61 +15,11 @@ import pytest
 import torch
 from checkpoint.states import same
 from data.loops import Augmented, AugmentedStream
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.data import ResumableSampler, SampleIndex, SeededDataset, position_of
 from hydroslurm.errors import StateMismatch, UsageError
-
-lengths = st.integers(0, 200)
-worlds = st.integers(1, 7)
-seeds = st.integers(0, 2**63)
-
-
-def ranks(length: int, world: int, state: Any = None, **options: Any) -> list[ResumableSampler]:
-    made = [ResumableSampler(length, rank=r, world_size=world, **options) for r in range(world)]
-    for sampler in made:
-        if state is not None:
-            sampler.load_state_dict(state)
-    return made
-
-
-def interleaved(samplers: list[ResumableSampler], steps: int | None = None) -> list[int]:
-    """What all ranks see, step by step."""
-    each = [itertools.islice(sampler, steps) for sampler in samplers]
-    return [index for step in zip(*each, strict=True) for index in step]
-
-
-@example(length=1, world=7, offset=0, seed=0, epoch=1, drop_last=False, shuffle=True)
-@given(
-    length=lengths,
-    world=worlds,
-    offset=st.integers(0, 250),
-    seed=seeds,
-    epoch=st.integers(0, 10**6),
-    drop_last=st.booleans(),
-    shuffle=st.booleans(),
-)
-def test_resumed_at_any_offset(
-    length: int, world: int, offset: int, seed: int, epoch: int, drop_last: bool, shuffle: bool
-) -> None:
-    """From any offset come the rest of the order of one rank, each sample once, and with
-    ``drop_last=False`` its first few again: equally many for each rank."""
-    one = ResumableSampler(length, shuffle=shuffle, seed=seed)
-    one.set_epoch(epoch)
-    whole = list(one)
-    assert sorted(whole) == list(range(length))
-    state = one.state_at(epoch, offset)
-    samplers = ranks(length, world, state, drop_last=drop_last, shuffle=shuffle, seed=seed)
-    rest = whole[min(offset, length) :]
-    repeats = [] if drop_last else whole * world
-    seen = interleaved(samplers)
-    count = len(rest) // world if drop_last else -(-len(rest) // world)
-    assert seen == (rest + repeats)[: count * world]
-    assert samplers[0].left(offset) == count
-    assert samplers[0].state_dict()["epoch"] == epoch
 
 
 def test_the_order_is_fixed_for_ever() -> None:

@@ -135,10 +135,13 @@ def test_each_sample_once_over_any_worlds(
     of_all = 12 * size
     seen = train(length, parts, lambda world: of_all // world, drops=(drop, drop))
     alone = train(length, [], lambda world: of_all // world, drops=(drop, drop))
+    order: dict[tuple[int, int], int] = {}
     for (epoch, step), (alone_epoch, (whole,)) in zip(seen, alone, strict=True):
         assert epoch == alone_epoch
         found = sorted(row for batch in step for row in batch)
         assert found == sorted(whole) or (len(whole) < of_all and set(whole) <= set(found))
+        for index, place in found:
+            assert order.setdefault((epoch, place % length), index) == index
     for epoch in range(EPOCHS):
         found = places(seen, epoch)
         if drop:

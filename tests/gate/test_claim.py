@@ -52,16 +52,6 @@ def test_a_claimed_signal_asks_for_a_stop(gate: str, tmp_path: Path) -> None:
         assert program.lines.count("mine SIGTERM") == 1
 
 
-def test_sigterm_is_a_stop_once_claimed(gate: str, tmp_path: Path) -> None:
-    """One that nobody handled, and the process lives on."""
-    with forked(PROGRAM, tmp_path, gate, "claim") as program:
-        program.expect("ready")
-        program.signal(signal.SIGTERM)
-        assert program.expect("stop") == "SIGTERM"
-        program.say("state")
-        assert program.expect("request") == "SIGTERM"
-
-
 @pytest.mark.parametrize("options", [(), ("claim", "release"), ("claim", "release", "handled")])
 def test_without_a_claim_sigterm_is_as_ever(
     gate: str, options: tuple[str, ...], tmp_path: Path

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.plugins import MixedPrecision
@@ -117,28 +116,6 @@ class Scaled(Module):
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.log("scale", self.trainer.precision_plugin.scaler.get_scale(), on_epoch=True)
         return super().training_step(batch, index)
-
-
-class Keeping(Module):
-    """With a generator, and a teacher in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng, self.teachers = np.random.default_rng(3), [copy.deepcopy(self.net)]
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        teacher, noisy = self.teachers[0], batch + float(self.rng.normal())
-        teacher[0].weight.data.lerp_(self.net[0].weight.data, 0.1)
-        return (self.net(noisy) - teacher(noisy).detach() / 2).pow(2).mean()
-
-
-class Measure(lightning.Callback):
-    def __init__(self) -> None:
-        self.seen, self.rng = [0.0], np.random.RandomState(2)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, *_: Any) -> None:
-        self.seen.append(self.seen[-1] + out["loss"].item() * self.rng.rand())
-        print("= measured", trainer.global_step, self.seen[-2:], len(self.seen))
 
 
 class Adversaries(Module):
@@ -277,7 +254,7 @@ def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
 
 
 KINDS: dict[str, type[Module]] = {
-    "max_steps": OneCycle, "scaled": Scaled, "thaw": Thawed, "swa": OneCycle, "objects": Keeping,
+    "max_steps": OneCycle, "scaled": Scaled, "thaw": Thawed, "swa": OneCycle,
     "by hand": Adversaries,
 }  # fmt: skip
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -288,26 +265,15 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
             "cpu", init_scale=2.0**22, growth_interval=4
         ))]
     },
-    "averaged": lambda: {"callbacks": [stock.WeightAveraging(use_buffers=True)]},
     "thaw": lambda: {
         "callbacks": [Thaw(), stock.GradientAccumulationScheduler({0: 1, 1: 2})],
         "enable_checkpointing": False,
     },
-    "objects": lambda: {"callbacks": [Measure()], "enable_checkpointing": False},
     "swa": lambda: {"callbacks": [stock.StochasticWeightAveraging(0.01, 1)]},
-    "callbacks": lambda: {
-        "callbacks": [
-            stock.EarlyStopping("v", patience=1, mode="min"),
-            stock.ModelCheckpoint(monitor="v", save_top_k=2, save_last=True),
-        ],
-        "max_epochs": 8,
-    },
     "fractions": lambda: {
         "val_check_interval": 0.25, "limit_val_batches": 2, "gradient_clip_val": 0.1
     },
     "half": lambda: {"limit_train_batches": 0.5, "num_sanity_val_steps": -1},
-    "overfit": lambda: {"overfit_batches": 3},
-    "max_time": lambda: {"max_time": "00:00:10:00"},
     "reload": lambda: {"reload_dataloaders_every_n_epochs": 1},
 }  # fmt: skip
 """Of a Trainer."""

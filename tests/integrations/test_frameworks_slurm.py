@@ -37,12 +37,15 @@ def require_same(job: StockJob, alone: StockJob, *names: str) -> None:
 
 
 def test_lightning(requeue_cluster: DevCluster, tmp_path: Path) -> None:
-    """Two ranks on two nodes, of which the one that is not the first gets the SIGTERM: the same
-    weights, and the same rows in one log."""
+    """Two ranks on two nodes, requeued by an operator: the same weights, and the same rows in one
+    log."""
     given = ("lightning_digits.py", "--nodes=2", "--epochs=2", "--workers=0")
     alone = StockJob(requeue_cluster, tmp_path / "alone", *given).submit(*TWO_NODES)
     job = StockJob(requeue_cluster, tmp_path / "job", *given, "--pause-s=0.03").submit(*TWO_NODES)
-    stopped_twice(job, rank=1)
+    job.wait_for(lambda: steps_of_attempt(job.output(), 1) >= 3)
+    job.slurm("scontrol", "requeue", job.job_id)
+    assert job.wait_for_end() == "COMPLETED", job.output()
+    assert "attempt 2 resumes from step" in job.output()
     assert "stand down in this fit" in job.output()
     require_same(job, alone, "final.pt", "logs/lightning_logs/version_0/metrics.csv")
 

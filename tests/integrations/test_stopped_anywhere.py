@@ -83,20 +83,15 @@ ALWAYS = [
 ]
 SOMETIMES = [
     transformers("two trainers", "step:4 step:11", trainings=2),
-    lightning("averaged", "step:4 eval:1 step:6"),
     lightning("accumulate", "forward:4 step:1 eval:2 step:4"),
     lightning("workers", "step:5 eval:2 step:12"),
     lightning("max_steps", "step:6 step:5 step:9"),
     lightning("several", "step:4 step:7 step:9"),
     lightning("scaled", "forward:2 step:2 forward:7 step:9"),
     lightning("swa", "step:4 step:8 step:12"),
-    lightning("callbacks", "step:6 step:5 eval:3"),
     lightning("fractions", "step:2 step:1 eval:5 step:5 step:9"),
-    lightning("objects", "step:4 step:10 eval:2"),
     lightning("by hand", "step:2 step:7 step:20"),
     lightning("half", "eval:1 step:1 step:3 eval:1 step:4"),
-    lightning("overfit", "step:2 step:1 eval:1 step:3"),
-    lightning("max_time", "step:4 step:7 step:15"),
     lightning("reload", "step:4 step:7 epoch:1"),
     lightning("own checkpoint", "step:8 eval:1 step:9", trainings=2),
     lightning("twice", "step:5 step:32 step:9", trainings=2),
@@ -112,7 +107,7 @@ SOMETIMES = [
         transformers(scene, "step:1...")
         for scene in (
             "accumulate", "one", "plain", "workers", "collator", "own methods", "model_init",
-            "fractions", "plateau", "stream", "stream accumulated",
+            "plateau", "stream", "stream accumulated",
         )
     ),
     transformers("scaled", "forward:1..."),
@@ -121,7 +116,6 @@ SOMETIMES = [
     transformers("jit", "step:3 step:6"),
     transformers("schedulefree", "step:4 step:5"),
     transformers("twice", "step:4 step:11", trainings=2),
-    transformers("teaching", "step:4 step:5"),
     transformers("stream of datasets", STOPS),
     transformers("stream", "eval:1 epoch:1 eval:2"),
     transformers("fsdp2", "step:1@1 eval:1@0 step:3@1 eval:1@1", 2),

@@ -3,7 +3,6 @@ log and save, in lines that begin with "="."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import random
@@ -15,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 import accelerate.state
-import numpy as np
 import torch
 import transformers
 from accelerate.utils import DistributedType
@@ -216,22 +214,6 @@ class Steps(transformers.TrainerCallback, ExportableState):
         logs["steps"] = self.steps
 
 
-class Teaching(transformers.TrainerCallback):
-    """With a generator, an average of the model in a dict, and a sum of what it has seen."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.rng, self.kept = np.random.default_rng(3), {"teacher": copy.deepcopy(model)}
-        self.sums: list[float] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        teacher, weight = (next(one.parameters()) for one in (self.kept["teacher"], model))
-        with torch.no_grad():
-            weight.add_(float(self.rng.normal()) * 0.01)
-            teacher.lerp_(weight, 0.1)
-        self.sums.append(teacher.sum().item() + sum(self.sums[-1:]))
-        print("= taught", state.global_step, self.sums[-2:], len(self.sums))
-
-
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     "workers": (Trainer, {"dataloader_num_workers": 2, **EVALUATED}),
@@ -240,10 +222,6 @@ SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     "model_init": (MakesItsModel, EVALUATED),
     "own methods": (OwnMethods, EVALUATED),
     "jit": (Trainer, {"enable_jit_checkpoint": True}),
-    "fractions": (Trainer, {
-        "eval_strategy": "steps", "eval_steps": 0.25, "save_strategy": "steps", "save_steps": 0.5,
-        "logging_steps": 0.1,
-    }),
     "plateau": (Trainer, {
         "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0},
         "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.5,
@@ -255,7 +233,6 @@ SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
         "logging_steps": 1,
     }),
     "twice": (Trainer, {"learning_rate": 0.01}),
-    "teaching": (Trainer, {}),
     "accumulate": (Counting, {"gradient_accumulation_steps": 4, "logging_steps": 2}),
     "one": (Trainer, {"gradient_accumulation_steps": 6, "eval_strategy": "epoch"}),
     "stream": (Trainer, {"max_steps": 11, **EVALUATED}),
@@ -325,8 +302,6 @@ def train(
     kind, data, own, callbacks = scene(name)
     callbacks, own = [*callbacks, Shown()], {**own, **options}
     trainer = made_trainer(kind, data, output, own, callbacks, width=width)
-    if name == "teaching":
-        trainer.add_callback(Teaching(trainer.model))
     for _ in range(2 if name == "twice" else 1):
         made = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     assert isinstance(trainer.model, FSDPModule) or not name.startswith("fsdp2")

@@ -91,16 +91,6 @@ def ask_for_stop(run: Run) -> None:
     wait_until(lambda: run.stop_requested, "the stop to be heard")
 
 
-def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Bit for bit."""
-    return (
-        all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
-        and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-        and one[2] == other[2]
-        and torch.equal(one[3], other[3])
-    )
-
-
 class Pole:
     """An environment: a state that actions change, and wind from a generator of its own."""
 

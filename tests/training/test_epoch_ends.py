@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
+from checkpoint.states import same
+from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop
 
 import hydroslurm
 from hydroslurm.errors import UsageError

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.states import same
 from processes import child
 from torch import nn
-from training.loop import Training, ask_for_stop, same
+from training.loop import Training, ask_for_stop
 
 import hydroslurm
 from hydroslurm.core.rundir import RunDir

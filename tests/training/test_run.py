@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint.states import same
 from processes import captured
 from torch import nn
-from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
+from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop
 
 import hydroslurm
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN

@@ -2,11 +2,9 @@
 
 python stalling.py FRAMEWORK PLACE OUTPUT [--workers N] [--devices N --nodes N]
 
-PLACE: prepare_data, setup (in front of the first step), sanity (Lightning's check), compile (of the
-model, in the first step), loader (the twelfth sample that is asked for), validation, save (of the
-framework's own checkpoint), last (behind the last step, within fit()); behind fit(): between (that
-one and a second one, which there is with no other place), test, predict. Rank 0 hangs, and the
-others wait for it.
+PLACE: sanity (Lightning's check), loader (the twelfth sample that is asked for), last (behind the
+last step, within fit()); behind fit(): between (that one and a second one, which there is with no
+other place), test, predict. Rank 0 hangs, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -88,24 +86,18 @@ class Net(torch.nn.Module):
 
 def with_lightning(net: Net) -> None:
     import lightning as L
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = net
 
-        def prepare_data(self) -> None:
-            reach("prepare_data")
-
-        def setup(self, stage: str) -> None:
-            reach("setup")
-
         def training_step(self, batch, batch_idx):
             return self.net(**batch)["loss"]
 
         def validation_step(self, batch, batch_idx):
-            reach("sanity" if self.trainer.sanity_checking else "validation")
+            if self.trainer.sanity_checking:
+                reach("sanity")
 
         def test_step(self, batch, batch_idx):
             reach("test")
@@ -119,18 +111,12 @@ def with_lightning(net: Net) -> None:
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 0.01)
 
-    class Saving(ModelCheckpoint):
-        def _save_checkpoint(self, trainer, filepath):
-            super()._save_checkpoint(trainer, filepath)
-            reach("save")
-
     module, others = Module(), DataLoader(Points(), batch_size=8)
     for _ in range(FITS):
         trainer = L.Trainer(
             accelerator="cpu", devices=options.devices, num_nodes=options.nodes, max_epochs=2,
             strategy="ddp" if options.devices * options.nodes > 1 else "auto", logger=False,
             default_root_dir=options.output, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[Saving()],
         )  # fmt: skip
         trainer.fit(module, loader(), others)
         reach("between")
@@ -144,19 +130,12 @@ def with_own(net: Net) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     with hydroslurm.Run(model=net, optimizer=optimizer, loader=loader()) as run:
         run.resume()
-        reach("setup")
         for batch in run.batches(epochs=2):
             optimizer.zero_grad()
             net(**batch)["loss"].backward()
             optimizer.step()
         reach("last")
     reach("test")
-
-
-def slow_compiler(graph: torch.fx.GraphModule, _: object) -> object:
-    """As one that has much to do."""
-    reach("compile")
-    return graph.forward
 
 
 def loader() -> DataLoader:
@@ -167,8 +146,6 @@ FITS = 2 if options.place == "between" else 1
 torch.set_num_threads(1)
 torch.manual_seed(3)
 net = Net()
-if options.place == "compile":
-    net.compile(backend=slow_compiler)
 globals()[f"with_{options.framework}"](net)
 if RANK == 0:
     weights = b"".join(one.detach().numpy().tobytes() for one in net.state_dict().values())
