@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING
 
 import typer
 
 from hydroslurm.cli.elastic import elastic_lines, member_lines
-from hydroslurm.cli.shared import Which, echo, echo_table, moment
+from hydroslurm.cli.shared import AsJsonLines, Which, echo
 from hydroslurm.cli.status import rank_line, training_lines
-from hydroslurm.core.files import clean
+from hydroslurm.core.files import clean, moment
 
 if TYPE_CHECKING:
     from hydroslurm.jobs.spec.replicas import ReplicaSpec
@@ -22,6 +23,8 @@ _MANY = 8
 """How many names and attempts of a job with a spec are listed; the rest is counted."""
 _MANY_PLAIN = 16
 """The same for ranks and attempts of a job without a spec."""
+_LINE_CELLS = 2000
+"""Enough for every column of ``list``."""
 
 
 def describe(which: Which) -> None:
@@ -35,40 +38,28 @@ def describe(which: Which) -> None:
         echo(line)
 
 
-def list_jobs() -> None:
+def list_jobs(as_json: AsJsonLines = False) -> None:
     """List my hydroslurm jobs.
 
     Id, state, replicas, restarts, and since when. Without a spec the replicas are the ranks that
     have announced themselves.
     """
     from hydroslurm.core.trust import user_name
+    from hydroslurm.observe import table
     from hydroslurm.observe.find import my_jobs
     from hydroslurm.slurm.client import open_client
 
-    rows = list(map(_row, my_jobs(open_client(), user_name())))
-    if not rows:
+    views = my_jobs(open_client(), user_name())
+    if as_json:
+        for view in views:
+            typer.echo(json.dumps(table.as_json(table.LIST, view)))
+        return
+    if not views:
         typer.echo("no hydroslurm jobs; submit one: hydroslurm submit job.yaml, or train.py")
         return
-    header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "RESTARTS", "PREEMPTIONS", "SINCE")
-    echo_table([header, *rows])
-
-
-def _row(view: JobView) -> tuple[str, ...]:
-    condition = view.condition
-    asked = view.submission if view.has_spec else None
-    preemptions, is_least = view.known_preemptions
-    replicas = len(view.rank_files) if asked is None else asked.replicas
-    most = "" if asked is None or asked.backoff_limit is None else f"/{asked.backoff_limit}"
-    return (
-        str(view.job.id),
-        view.name[:30],
-        condition.type if condition else "-",
-        view.job.state.value,
-        str(replicas or "-"),
-        f"{view.restarts}{most}",
-        "-" if preemptions is None else f"{'≥' if is_least else ''}{preemptions}",
-        moment(condition.epoch_ns) if condition else "-",
-    )
+    head, lines = table.layout(table.LIST, views, _LINE_CELLS)
+    for line in (head, *lines):
+        echo(line)
 
 
 def training_job_lines(view: JobView) -> list[str]:

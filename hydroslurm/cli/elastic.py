@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hydroslurm.cli.shared import Which, echo, moment
+from hydroslurm.cli.shared import Which, echo
 from hydroslurm.cli.status import size_line, sizes
-from hydroslurm.core.files import clean
+from hydroslurm.core.files import clean, moment
 from hydroslurm.errors import UntrustedFile
 
 if TYPE_CHECKING:

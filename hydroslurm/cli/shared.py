@@ -1,8 +1,7 @@
-"""Options of several verbs, and how they print lines, moments and tables."""
+"""Options of several verbs, and how they print lines and tables."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated
 
@@ -27,11 +26,6 @@ def echo(line: str, *, err: bool = False) -> None:
     from hydroslurm.core.files import clean
 
     typer.echo(clean(line, most=2000), err=err)
-
-
-def moment(epoch_ns: int) -> str:
-    """Format as local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
 
 
 def echo_table(rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hydroslurm.cli.shared import AsJsonLines, echo, moment
+from hydroslurm.cli.shared import AsJsonLines, echo
+from hydroslurm.core.files import moment
 
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
@@ -32,6 +33,7 @@ def status(
     """Show a job's state in Slurm and what its ranks report."""
     from hydroslurm.core.jobid import JobId
     from hydroslurm.core.trust import user_name
+    from hydroslurm.observe import table
     from hydroslurm.observe.find import find_jobs
     from hydroslurm.observe.folders import ranks_dir_of
     from hydroslurm.observe.job import JobView
@@ -45,7 +47,7 @@ def status(
     for job in jobs:
         view = JobView(ranks_dir_of(job), job)
         if as_json:
-            typer.echo(json.dumps(_as_json(job, view)))
+            typer.echo(json.dumps(table.as_json(table.STATUS, view)))
         else:
             _print_status(job, view)
     if not jobs:
@@ -161,41 +163,3 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
     if since_s < -1.0:
         return f"since {-since_s:,.0f} s in the future by this host's clock"
     return f"since {max(0.0, since_s):.1f} s"
-
-
-def _as_json(job: Job, view: JobView) -> dict[str, object]:
-    from hydroslurm.observe.folders import member_of
-
-    condition, member = view.condition, member_of(job)
-    return {
-        "job": str(job.id),
-        "job_id": job.job_id,
-        "name": job.name,
-        "slurm_state": job.state.value,
-        "partition": job.partition,
-        "nodes": list(job.nodes),
-        "restart_count": job.restart_count,
-        "run_dir": str(view.run.root),
-        "member": None if member is None else member[1],
-        "problem": view.problem,
-        "condition": None if condition is None else vars(condition),
-        "ranks": [_rank_as_json(rank) for rank in view.ranks],
-        "silent": dict(view.silent),
-    }
-
-
-_RANK_FIELDS = (
-    "rank", "state", "causes", "step", "pid", "host", "restart_count", "pauses", "park_us",
-    "committed_step", "world_size", "not_copied", "parked_together", "vacated_bytes", "vacate_s",
-    "restore_s", "not_vacated", "is_lost", "first_collective_s",
-)  # fmt: skip
-
-
-def _rank_as_json(rank: RankStatus) -> dict[str, object]:
-    all_parked, goodput = rank.all_parked, rank.goodput()
-    return {
-        **{name: getattr(rank, name) for name in _RANK_FIELDS},
-        "goodput": goodput and vars(goodput),
-        "since_epoch_ns": rank.since.epoch_ns,
-        "all_parked_epoch_ns": None if all_parked is None else all_parked.epoch_ns,
-    }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hydroslurm.cli.shared import AllUsers, AsJsonLines, OnlyPartition
+from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.threads import thread
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def top(
     _print_views(watcher, every_s=None if is_only_view else every_s, as_json=as_json)
 
 
+@without_gc()  # looking and printing make no cycles
 def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> None:
     """Print once, or every ``every_s``, for programs.
 
@@ -102,20 +104,21 @@ def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> N
 
 def _print_view(view: View, *, as_json: bool) -> None:
     from hydroslurm.core.files import clean
-    from hydroslurm.observe.table import layout
+    from hydroslurm.observe import table
 
     if view.error is not None:
         typer.echo(f"hydroslurm: Slurm does not answer: {clean(view.error)}", err=True)
     for job_id in view.missing:
         typer.echo(f"hydroslurm: there is no job {job_id}", err=True)
     if as_json:
-        for row in view.rows:
-            typer.echo(json.dumps({"epoch_s": view.epoch_s, **row.as_json()}))
+        moment = {"epoch_s": view.epoch_s}
+        lines = [json.dumps(moment | table.as_json(table.TOP, row)) for row in view.rows]
     else:
         width = os.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_CELLS
-        head, lines = layout(view.rows, width)
-        typer.echo("\n".join([head, *lines]))
-    sys.stdout.flush()
+        head, lines = table.layout(table.TOP, view.rows, width)
+        lines = [head, *lines]
+    if lines:
+        typer.echo("\n".join(lines))  # flushes, so once for all
 
 
 class _Screen:

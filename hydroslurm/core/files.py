@@ -16,6 +16,7 @@ import math
 import os
 import stat
 import sys
+import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -236,6 +237,11 @@ def clean(text: str, *, most: int = 400) -> str:
     return "".join(
         c if c.isprintable() and not unicodedata.combining(c) else ascii(c)[1:-1] for c in text
     )
+
+
+def moment(epoch_ns: int) -> str:
+    """Format as local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
 
 
 def _refuse_constant(text: str) -> Any:

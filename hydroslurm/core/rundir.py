@@ -64,7 +64,7 @@ requeues their job, and the coordinator counts what goes wrong."""
 
 _NAMED = re.compile(r"(?:^|\s)hydroslurm:(/\S.*)$")
 _MEMBER_OF = re.compile(r"(?:^|\s)hydroslurm-member:(/\S.*)$")
-_RANK_FILE = re.compile(r"rank-([0-9]{5,7})(\.jsonl?)")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,7})\.jsonl?")
 
 
 class Rooted(Protocol):
@@ -175,7 +175,7 @@ class RunDir:
         found = {
             int(match[1]): f"{events}/{name}"
             for name in names
-            if (match := _RANK_FILE.fullmatch(name)) and match[2] == suffix
+            if name.endswith(suffix) and (match := _RANK_FILE.fullmatch(name))
         }
         return dict(sorted(found.items()))
 

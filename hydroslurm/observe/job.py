@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.core.events import Event, read_events
@@ -221,7 +221,7 @@ class JobView:
             said += [*of_ranks(self.events), *of_slurm(self.slurm)]
         return in_order(said, self.slurm)
 
-    @property
+    @cached_property
     def condition(self) -> Condition | None:
         """What it is now; None before anybody has said anything."""
         said = [*read_conditions(self.run.conditions_jsonl), *pause_now(self.first)]
@@ -578,34 +578,3 @@ class JobView:
         else:
             urgency = 4 if self.has_ended else 3
         return (urgency, -at_stake_s, not self.parked, self.job.job_id)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what ``top`` shows as plain values; durations in seconds."""
-        job, loss, size = self.job, self.loss, self.size or (None, None, None)
-        return {
-            "job": str(job.id),
-            "name": job.name,
-            "user": job.user,
-            "partition": job.partition,
-            "state": self.state,
-            "slurm_state": job.state.value,
-            "reason": self.reason,
-            "nodes": list(job.nodes),
-            "parked": self.parked,
-            "ranks": self.n_ranks,
-            "step": self.step,
-            "steps_per_s": self.steps_per_s,
-            "commit_step": self.commit_step,
-            "commit_age_s": self.commit_age_s,
-            "preemptions": job.restart_count,
-            "pauses": self.pauses,
-            "vacated_bytes": self.vacated_bytes,
-            "goodput": self.goodput and vars(self.goodput),
-            "slow_ranks": [rank._asdict() for rank in self.slow],
-            "left_s": self.left_s,
-            "lost_steps": loss.steps if loss else None,
-            "lost_s": loss.seconds if loss else None,
-            "lost_why": loss.why if loss else None,
-            "stuck": self.stuck,
-            **dict(zip(("size", "size_wanted", "size_max"), size, strict=True)),
-        }

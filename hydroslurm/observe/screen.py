@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from hydroslurm.core.files import clean
-from hydroslurm.observe.table import layout, style
+from hydroslurm.observe.table import TOP, layout, style
 from hydroslurm.observe.watcher import View
 
 KEYS = "q quit   j k scroll   space page"
@@ -41,7 +41,7 @@ def screen(
         message = "asking Slurm ..." if not overdue else "Slurm has not answered yet"
         return Group(_line(message, width))
     rows = view.rows[first : first + page_rows(height)]
-    head, lines = layout(rows, width)
+    head, lines = layout(TOP, rows, width)
     answer, loud = _answer(view, now_epoch_s, overdue)
     parts = [
         _line(summary(view), width, "bold"),

@@ -23,6 +23,7 @@ from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import read_status
 from hydroslurm.observe.metrics import JobCollector
+from hydroslurm.observe.table import TOP, as_json
 from hydroslurm.observe.watcher import Watcher
 from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.figures import figures_text
@@ -157,7 +158,7 @@ def test_status_top_and_metrics_while_it_is_away(tmp_path: Path) -> None:
     (line, row, named), (line_after, row_after, named_after) = shows
     assert "0.23 GB of device memory are on the host" in line
     assert (row.state, row.vacated_bytes) == ("VACATED", MOVED_BYTES)
-    assert row.as_json()["vacated_bytes"] == MOVED_BYTES
+    assert as_json(TOP, row)["vacated_bytes"] == MOVED_BYTES
     assert named["hydroslurm_job_vacated_bytes"] == MOVED_BYTES
     assert named["hydroslurm_job_vacate_seconds"] == pytest.approx(0.0165, abs=1e-4)
     assert "hydroslurm_job_restore_seconds" not in named

@@ -17,7 +17,7 @@ from rich.console import Console
 from security.spoiled import KINDS, SPOIL, folder_of
 
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.cli.describe import _row, plain_job_lines
+from hydroslurm.cli.describe import plain_job_lines
 from hydroslurm.core import rundir
 from hydroslurm.core.ack import judge_pause, wait_for_answers
 from hydroslurm.core.files import clean
@@ -32,7 +32,7 @@ from hydroslurm.observe.find import my_jobs, view_of
 from hydroslurm.observe.job import JobView
 from hydroslurm.observe.logs import follow_files
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.table import layout
+from hydroslurm.observe.table import LIST, TOP, as_json, layout
 from hydroslurm.observe.watcher import Watcher
 from hydroslurm.report import lines
 from hydroslurm.report.figures import Report
@@ -110,7 +110,9 @@ def test_status(run: RunDir, tmp_path: Path) -> None:
     assert lines[0] == "Name:         n"
     assert all(line.isprintable() for line in lines)
     for listed in my_jobs(answers, "u"):
-        assert (_row(listed)[1], _row(listed)[5]) == ("n", "0")  # without a limit
+        words = layout(LIST, [listed], 300)[1][0].split()
+        assert (words[1], words[5]) == ("n", "0")  # without a limit
+        json.dumps(as_json(LIST, listed), allow_nan=False)
 
 
 def test_top_and_metrics(home: Path) -> None:
@@ -121,8 +123,8 @@ def test_top_and_metrics(home: Path) -> None:
         view = watcher.look()
         assert {row.job.job_id for row in view.rows} == set(range(1, len(KINDS) + 1))
         for row in view.rows:
-            json.dumps(row.as_json(), allow_nan=False)
-        assert all(line.isprintable() for line in layout(view.rows, 300)[1])
+            json.dumps(as_json(TOP, row), allow_nan=False)
+        assert all(line.isprintable() for line in layout(TOP, view.rows, 300)[1])
     families = JobCollector(watcher, every_s=0.0).collect()
     assert {one.name for one in families} >= {"hydroslurm_job_step", "hydroslurm_jobs"}
 

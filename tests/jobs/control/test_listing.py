@@ -58,5 +58,13 @@ def test_preemptions(
     programs(squeue=f"exec cat {tmp_path}/answer")
     monkeypatch.setenv("HYDROSLURM_SLURM_BACKEND", "commands")
     monkeypatch.delenv("SLURM_CONF", raising=False)
-    header, line = CliRunner().invoke(app, ["list"], catch_exceptions=False).output.splitlines()
+    table, text = (
+        CliRunner().invoke(app, ["list", *options], catch_exceptions=False).output
+        for options in ([], ["--json"])
+    )
+    header, line = table.splitlines()
     assert line[header.index("PREEMPTIONS") :].split()[0] == said
+    told = json.loads(text)
+    known, is_least = told["preemptions"], told["preemptions_at_least"]
+    assert ("-" if known is None else f"{'≥' * is_least}{known}") == said
+    assert (told["job"], told["slurm_state"], told["replicas"]) == ("7", "RUNNING", 1)
