@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hydroslurm.jobs.supervisor.attempts import Attempt
     from hydroslurm.observe.history import PlainAttempt
     from hydroslurm.observe.job import JobView
+    from hydroslurm.slurm.values import Job
 
 _MANY = 8
 """How many names and attempts of a job with a spec are listed; the rest is counted."""
@@ -92,9 +93,7 @@ def training_job_lines(view: JobView) -> list[str]:
 
 
 def _replica_lines(view: JobView) -> list[str]:
-    from hydroslurm.observe.replicas import replica_states
-
-    states = replica_states(view)
+    states = _replica_states(view)
     lines = []
     for spec in view.spec.replica_specs:
         lines.append(
@@ -110,6 +109,43 @@ def _replica_lines(view: JobView) -> list[str]:
             listed = ", ".join(alike[:_MANY]) + (", ..." if len(alike) > _MANY else "")
             lines.append(f"  {f'{len(alike)}:':<12}{listed} {state}")
     return lines
+
+
+def _replica_states(view: JobView) -> dict[str, str]:
+    """Replica -> its state in the latest attempt: ``running``, ``ended with status 137 (SIGKILL)``
+    and the like, in the order of ranks."""
+    from hydroslurm.jobs.supervisor.exit_policy import format_status
+    from hydroslurm.jobs.supervisor.job_step import TaskExits
+
+    plan = view.plan
+    if plan is None:
+        return {}
+    if not view.attempts:
+        return dict.fromkeys(plan.replicas, "not started yet")
+    attempt = view.attempts[-1]
+    otherwise = _unended(view.slurm)
+    if attempt.ending is not None:
+        otherwise = f"ended with attempt {attempt.number} ({attempt.ending.value})"
+    ends = TaskExits(view.run.srun_log(attempt.number))
+    ends.look()
+    states = dict.fromkeys(plan.replicas, otherwise)
+    for name in states:
+        own = [ends.statuses.get(n) for n, task in enumerate(plan.tasks) if task.replica == name]
+        ended = [status for status in own if status is not None]
+        if len(ended) == len(own):
+            states[name] = f"ended with status {format_status(max(ended))}"
+    return states
+
+
+def _unended(slurm: Job | None) -> str:
+    """State of an attempt whose end nobody has written down."""
+    from hydroslurm.slurm.values import JobState
+
+    if slurm is None or slurm.state is JobState.RUNNING:
+        return "running"
+    if slurm.state is JobState.SUSPENDED:
+        return "suspended"
+    return "ended with the job" if slurm.state.has_ended else "interrupted"
 
 
 def _command(view: JobView, spec: ReplicaSpec) -> str:
@@ -156,7 +192,7 @@ def _attempt_line(attempt: Attempt) -> str:
 
 def plain_job_lines(view: JobView) -> list[str]:
     """Return describe's lines for a job without a spec."""
-    from hydroslurm.observe.folders import member_of
+    from hydroslurm.observe.training import member_of
 
     slurm = view.slurm
     lines = of_slurm(view, view.name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hydroslurm.cli.shared import Which, echo
-from hydroslurm.cli.status import size_line, sizes
 from hydroslurm.core.files import clean, moment
 from hydroslurm.errors import UntrustedFile
 
@@ -57,6 +57,31 @@ def scale(
         )
     answer = ask_to_scale(folder, size, leave=leave or ())
     echo(f"{which}: {answer['message']}; {sizes(answer['status'])}")
+
+
+def size_line(run: RunDir) -> str | None:
+    """Say how many members an elastic job has, or why that is not believed; None for others."""
+    from hydroslurm.elastic.folder import ElasticFolder
+
+    folder = ElasticFolder(run=run.root)
+    try:
+        status = folder.read(folder.status_json)
+    except UntrustedFile as error:
+        return str(error)
+    if status is None:
+        return None
+    return (
+        f"{status['state']}, generation {status['generation']}, step {status['step']}: "
+        f"{sizes(status)}"
+    )
+
+
+def sizes(status: Mapping[str, Any]) -> str:
+    """Say how many members an elastic job has, wants and may have."""
+    return (
+        f"{status['size']} train, {status['wanted']} are wanted, {status['min']} to "
+        f"{status['max']} are allowed"
+    )
 
 
 def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:

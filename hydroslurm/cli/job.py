@@ -108,7 +108,7 @@ def cancel(which: Which, all_elements: AllElements = False) -> None:
 def _cancel(client: SlurmClient, job: SlurmJob) -> None:
     from hydroslurm.errors import NotPermitted, WrongJobState
     from hydroslurm.observe.find import require_ours
-    from hydroslurm.observe.folders import ranks_dir_of
+    from hydroslurm.observe.training import ranks_dir_of
 
     require_ours(client, ranks_dir_of(job), job, str(job.id))
     if job.state.has_ended:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.elastic import member_lines, size_line
 from hydroslurm.cli.shared import AsJsonLines, echo
 from hydroslurm.core.files import moment
 
 if TYPE_CHECKING:
-    from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
     from hydroslurm.observe.job import JobView
     from hydroslurm.observe.training import Training
-    from hydroslurm.slurm.values import Job
 
 
 def status(
@@ -35,8 +33,8 @@ def status(
     from hydroslurm.core.trust import user_name
     from hydroslurm.observe import table
     from hydroslurm.observe.find import find_jobs
-    from hydroslurm.observe.folders import ranks_dir_of
     from hydroslurm.observe.job import JobView
+    from hydroslurm.observe.training import ranks_dir_of
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
@@ -49,41 +47,16 @@ def status(
         if as_json:
             typer.echo(json.dumps(table.as_json(table.STATUS, view)))
         else:
-            _print_status(job, view)
+            _print_status(view)
     if not jobs:
         typer.echo("no jobs")
 
 
-def size_line(run: RunDir) -> str | None:
-    """Say how many members an elastic job has, or why that is not believed; None for others."""
-    from hydroslurm.elastic.folder import ElasticFolder
-    from hydroslurm.errors import UntrustedFile
-
-    folder = ElasticFolder(run=run.root)
-    try:
-        status = folder.read(folder.status_json)
-    except UntrustedFile as error:
-        return str(error)
-    if status is None:
-        return None
-    return (
-        f"{status['state']}, generation {status['generation']}, step {status['step']}: "
-        f"{sizes(status)}"
-    )
-
-
-def sizes(status: Mapping[str, Any]) -> str:
-    """Say how many members an elastic job has, wants and may have."""
-    return (
-        f"{status['size']} train, {status['wanted']} are wanted, {status['min']} to "
-        f"{status['max']} are allowed"
-    )
-
-
-def _print_status(job: Job, view: JobView) -> None:
+def _print_status(view: JobView) -> None:
     from hydroslurm.slurm.text import format_duration
 
-    condition, members, silent = view.condition, _member_lines(job, view), tuple(view.silent)
+    job, condition = view.job, view.condition
+    members, silent = _member_lines(view), tuple(view.silent)
     where = f"on {job.node_list}" if job.node_list else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
     echo(
@@ -127,12 +100,11 @@ def _prefix(view: JobView, training: Training) -> str:
     return f"{training.run.root.name}: " if len(view.trainings) > 1 else ""
 
 
-def _member_lines(job: Job, view: JobView) -> list[str]:
+def _member_lines(view: JobView) -> list[str]:
     """Return lines of an elastic run or one of its members; none for other jobs."""
-    from hydroslurm.cli.elastic import member_lines
-    from hydroslurm.observe.folders import member_of
+    from hydroslurm.observe.training import member_of
 
-    if (member := member_of(job)) is not None:
+    if (member := member_of(view.job)) is not None:
         return member_lines(*member)
     size = size_line(view.run) if view.problem is None else None
     return [] if size is None else [size]

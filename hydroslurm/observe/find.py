@@ -18,8 +18,8 @@ from hydroslurm.errors import (
     SlurmMissing,
     UsageError,
 )
-from hydroslurm.observe.folders import member_of, ranks_dir_of, run_dir_of
 from hydroslurm.observe.job import JobView
+from hydroslurm.observe.training import member_of, ranks_dir_of, run_dir_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.run_folders import read_owner, run_dirs_of
 from hydroslurm.slurm.values import Job

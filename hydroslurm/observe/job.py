@@ -34,7 +34,6 @@ from hydroslurm.jobs.supervisor.conditions import (
     final_condition,
     read_conditions,
 )
-from hydroslurm.observe.folders import ranks_dirs_of
 from hydroslurm.observe.history import (
     PlainAttempt,
     all_pauses,
@@ -46,7 +45,7 @@ from hydroslurm.observe.history import (
     of_status,
     pause_now,
 )
-from hydroslurm.observe.training import SlowRank, Training, slow_ranks
+from hydroslurm.observe.training import SlowRank, Training, ranks_dirs_of, slow_ranks
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopReason
 from hydroslurm.slurm.values import Job, JobState
 

@@ -1,19 +1,23 @@
-"""One run folder: what its ranks, and the coordinator of an elastic run, have told last."""
+"""The run folders of a job, and what the ranks and an elastic run's coordinator have last told in
+one."""
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from hydroslurm.core import rundir
 from hydroslurm.core.goodput import Goodput
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, load_status
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import UntrustedFile
+from hydroslurm.slurm.run_folders import run_dirs_of
+from hydroslurm.slurm.values import Job
 
 SLOW_FACTOR = 1.25
 SLOW_SHARE = 0.1
@@ -181,3 +185,45 @@ class Training:
     def _elastic_count(self, name: str) -> int | None:
         value = (self.elastic or {}).get(name)
         return value if type(value) is int else None
+
+
+# --- which folders a job has ----------------------------------------------------------------------
+
+
+def run_dir_of(job: Job) -> RunDir:
+    """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone; of
+    several trainings, that of the one which was last at work."""
+    return newest_of(run_dirs_of(job))
+
+
+def newest_of(folders: Sequence[RunDir]) -> RunDir:
+    """The one of these run folders whose training was last at work."""
+    return folders[0] if len(folders) == 1 else max(folders, key=_last_told_ns)
+
+
+def _last_told_ns(run: RunDir) -> int:
+    try:
+        return run.rank_status(0).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def member_of(job: Job) -> tuple[RunDir, str] | None:
+    """The elastic run that this array element is a member of, and the member's name; None of any
+    other job."""
+    run = rundir.elastic_run_of(job.comment)
+    return None if run is None or job.array_task_id is None else (run, str(job.id))
+
+
+def ranks_dirs_of(job: Job) -> tuple[RunDir, ...]:
+    """Where the ranks of all its trainings write: its run folders, or its member's part of that of
+    an elastic run."""
+    if (member := member_of(job)) is not None:
+        run, name = member
+        return (RunDir(run.elastic / "members" / name),)
+    return run_dirs_of(job)
+
+
+def ranks_dir_of(job: Job) -> RunDir:
+    """The same of the training that was last at work."""
+    return newest_of(ranks_dirs_of(job))

@@ -10,9 +10,8 @@ from functools import cached_property
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
-from hydroslurm.observe.folders import newest_of, ranks_dirs_of
 from hydroslurm.observe.job import JobView
-from hydroslurm.observe.training import Training
+from hydroslurm.observe.training import Training, newest_of, ranks_dirs_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import Policies, read_policies
 from hydroslurm.slurm.values import Job

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from hydroslurm.cli import app
 from hydroslurm.cli.describe import plain_job_lines
-from hydroslurm.cli.elastic import elastic_lines, member_lines
-from hydroslurm.cli.status import _print_status, size_line
+from hydroslurm.cli.elastic import elastic_lines, member_lines, size_line
+from hydroslurm.cli.status import _print_status
 from hydroslurm.core.rundir import RunDir, comment_for_members
 from hydroslurm.elastic.coordinator import Coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import MemberState, Send, Size
-from hydroslurm.observe.folders import ranks_dir_of
 from hydroslurm.observe.job import JobView
+from hydroslurm.observe.training import ranks_dir_of
 from hydroslurm.slurm.values import Job, JobState
 
 
@@ -136,7 +136,7 @@ def test_a_job_of_a_member(
     )
     found = JobView(ranks_dir_of(job), job)
     assert found.run.root == tmp_path / "elastic" / "members" / f"124_{task}"
-    _print_status(job, found)
+    _print_status(found)
     told = capsys.readouterr().out
     for said in (told, "\n".join(plain_job_lines(found))):
         assert f"Member:       {now}" in said

@@ -17,9 +17,8 @@ from hydroslurm.errors import CheckpointError, UntrustedFile, UsageError
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.observe.find import find_job
-from hydroslurm.observe.folders import ranks_dir_of
 from hydroslurm.observe.job import JobView
-from hydroslurm.observe.training import Training
+from hydroslurm.observe.training import Training, ranks_dir_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy

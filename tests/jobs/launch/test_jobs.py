@@ -20,8 +20,8 @@ from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
-from hydroslurm.observe.folders import ranks_dir_of
 from hydroslurm.observe.job import JobView
+from hydroslurm.observe.training import ranks_dir_of
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
 pytestmark = pytest.mark.slurm
