@@ -109,8 +109,8 @@ class CheckpointFiles:
         layouts: dict[str, torch.Tensor | None] = {}
         for name, value in state.items():
             layouts |= tensor_keys(value, (like or {}).get(name))
-        wanted = [*_wanted_of_shared(layouts, shared, self), *_wanted_of_own(own, rank, self)]
-        tensors = _landed(self, _landings(self, wanted, first=rank))
+        wanted = [*self._wanted_of_shared(layouts, shared), *self._wanted_of_own(own, rank)]
+        tensors = self._landed(self._landings(wanted, first=rank))
         return State(shared=_decoded(state, tensors), own=_decoded(own, tensors))
 
     def check(self) -> None:
@@ -122,12 +122,12 @@ class CheckpointFiles:
         """
         shared = self.shared()
         keys = tensor_keys(list(shared.state.values()))
-        wanted = _wanted_of_shared(keys, shared, self)
-        _decoded(shared.state, _without_values(_landings(self, wanted, first=0)))
+        of_shared = self._landings(self._wanted_of_shared(keys, shared), first=0)
+        _decoded(shared.state, _without_values(of_shared))
         for part in self.parts:
             own = self.index(part).own
-            wanted = _wanted_of_own(own, part, self)
-            _decoded(own, _without_values(_landings(self, wanted, first=part)))
+            of_own = self._landings(self._wanted_of_own(own, part), first=part)
+            _decoded(own, _without_values(of_own))
 
     def own(self, *, rank: int) -> dict[str, Any]:
         """The ``own`` of one rank.
@@ -141,8 +141,8 @@ class CheckpointFiles:
                 f"{self.folder} has nothing of rank {rank}: {len(self.ranks)} ranks saved it"
             )
         own = self.index(rank).own
-        wanted = _wanted_of_own(own, rank, self)
-        return _decoded(own, _landed(self, _landings(self, wanted, first=rank)))
+        landings = self._landings(self._wanted_of_own(own, rank), first=rank)
+        return _decoded(own, self._landed(landings))
 
     def shared(self) -> Shared:
         """Raises CheckpointCorrupt, CheckpointError."""
@@ -185,62 +185,73 @@ class CheckpointFiles:
     def _read(self, name: str) -> bytes:
         return read_checked(self.folder / name, self._entry(name), storage=self.storage)
 
+    def _wanted_of_shared(
+        self, layouts: Mapping[str, torch.Tensor | None], shared: Shared
+    ) -> list[Landing]:
+        for key in layouts:
+            if key not in shared.tensors:
+                raise CheckpointCorrupt(f"{self.folder / SHARED_JSON} has no tensor {key!r:.80}")
+        return [Landing.of(key, shared.tensors[key], template=one) for key, one in layouts.items()]
 
-def _wanted_of_shared(
-    layouts: Mapping[str, torch.Tensor | None], shared: Shared, files: CheckpointFiles
-) -> list[Landing]:
-    wanted = []
-    for key, template in layouts.items():
-        one = shared.tensors.get(key)
-        if one is None:
-            raise CheckpointCorrupt(f"{files.folder / SHARED_JSON} has no tensor {key!r:.80}")
-        wanted.append(Landing.of(key, one, template=template))
-    return wanted
+    def _wanted_of_own(self, own: Mapping[str, JsonValue], rank: int) -> list[Landing]:
+        keys = tensor_keys(list(own.values()))
+        stored = {one.key: one for one in self.index(rank).chunks} if keys else {}
+        for key in keys:
+            if key not in stored:
+                raise CheckpointCorrupt(f"{self.index_path(rank)} has no {key!r:.80}")
+        tensors = {key: SharedTensor(stored[key].shape, stored[key].dtype, rank) for key in keys}
+        return [Landing.of(key, one, template=None) for key, one in tensors.items()]
 
+    def _landings(self, wanted: Iterable[Landing], *, first: int) -> dict[str, Landing]:
+        """Find all pieces of some tensors, before memory is taken for any.
 
-def _wanted_of_own(
-    own: Mapping[str, JsonValue], rank: int, files: CheckpointFiles
-) -> list[Landing]:
-    keys = tensor_keys(list(own.values()))
-    there = {one.key: one for one in files.index(rank).chunks if one.key in keys} if keys else {}
-    for key in keys:
-        if key not in there:
-            raise CheckpointCorrupt(f"{files.index_path(rank)} has no {key!r:.80}")
-    return [
-        Landing.of(key, SharedTensor(one.shape, one.dtype, rank), template=None)
-        for key, one in there.items()
-    ]
+        Args:
+            first: the rank whose part holds, if nothing has changed since the save, what this
+                process holds of sharded tensors.
+        """
+        landings = {one.key: one for one in wanted}
+        there, asked = set(self.parts), set[int]()
+        while lacking := {key: one for key, one in landings.items() if one.lacking}:
+            parts = _likely(lacking.values(), first) & there - asked or there - asked
+            if not parts:
+                key, one = next(iter(lacking.items()))
+                raise CheckpointCorrupt(
+                    f"the files of {self.folder} lack {one.lacking} of the values of {key!r:.80}"
+                )
+            part = min(parts)
+            asked.add(part)
+            where = self.index_path(part)
+            for chunk in self.index(part).chunks:
+                if chunk.key in lacking:
+                    lacking[chunk.key].take(part, chunk, where=where)
+        return landings
 
-
-def _landings(
-    files: CheckpointFiles, wanted: Iterable[Landing], *, first: int
-) -> dict[str, Landing]:
-    """Find all pieces of some tensors, before memory is taken for any.
-
-    Args:
-        first: the rank whose part holds, if nothing has changed since the save, what this process
-            holds of sharded tensors.
-    """
-    landings = {one.key: one for one in wanted}
-    there, asked = set(files.parts), set[int]()
-    while lacking := {key: one for key, one in landings.items() if one.lacking}:
-        parts = _likely(lacking.values(), first) & there - asked or there - asked
-        if not parts:
-            key, one = next(iter(lacking.items()))
-            raise CheckpointCorrupt(
-                f"the files of {files.folder} lack {one.lacking} of the values of {key!r:.80}"
-            )
-        part = min(parts)
-        asked.add(part)
-        where = files.index_path(part)
-        for chunk in files.index(part).chunks:
-            if chunk.key in lacking:
-                lacking[chunk.key].take(part, chunk, where=where)
-    return landings
-
-
-def _landed(files: CheckpointFiles, landings: Mapping[str, Landing]) -> dict[str, torch.Tensor]:
-    return land(landings.values(), index=files.index, tensors=files.tensors, storage=files.storage)
+    def _landed(self, landings: Mapping[str, Landing]) -> dict[str, torch.Tensor]:
+        """Read all pieces; the tensors by key."""
+        pieces: dict[int, list[tuple[Landing, Chunk, Box]]] = {}
+        for landing in landings.values():
+            for part, chunk, common in landing.pieces:
+                pieces.setdefault(part, []).append((landing, chunk, common))
+        for part in sorted(pieces):
+            require_size(*self.tensors(part), storage=self.storage)
+        finals: list[Callable[[], object]] = []
+        memory = {key: _memory_for(one, finals) for key, one in landings.items()}
+        with ThreadPoolExecutor(READERS, thread_name_prefix="hydroslurm-read") as pool:
+            for part in sorted(pieces):
+                copies: list[Callable[[], object]] = []
+                ranges = [
+                    _range(chunk, common, one.box, memory[one.key][1], copies)
+                    for one, chunk, common in pieces.pop(part)
+                ]
+                source = Source(*self.tensors(part), self.index(part).blocks)
+                _read(source, ranges, storage=self.storage, pool=pool)
+                with torch.no_grad():
+                    for copy in copies:  # frees the memory of what must be copied once more
+                        copy()
+        with torch.no_grad():
+            for copy in finals:
+                copy()
+        return {key: found for key, (found, _) in memory.items()}
 
 
 def _without_values(landings: Mapping[str, Landing]) -> dict[str, torch.Tensor]:
@@ -366,47 +377,6 @@ class Landing:
         if self.lacking < 0:
             raise CheckpointCorrupt(f"{where}: a piece of {chunk.key!r:.80} overlaps others")
         self.pieces.append((rank, chunk, common))
-
-
-def land(
-    landings: Iterable[Landing],
-    *,
-    index: Callable[[int], PartIndex],
-    tensors: Callable[[int], tuple[Path, FileEntry]],
-    storage: Storage,
-) -> dict[str, torch.Tensor]:
-    """Read all pieces; the tensors by key.
-
-    Args:
-        index, tensors: of a part.
-
-    Raises:
-        CheckpointCorrupt: a file is not what was written.
-        CheckpointError: someone else may have written it.
-    """
-    landings = tuple(landings)
-    parts = sorted({part for one in landings for part, _, _ in one.pieces})
-    for part in parts:
-        require_size(*tensors(part), storage=storage)
-    found: dict[str, torch.Tensor] = {}
-    ranges: dict[int, list[Range]] = {part: [] for part in parts}
-    copies: dict[int, list[Callable[[], object]]] = {part: [] for part in parts}
-    finals: list[Callable[[], object]] = []
-    for one in landings:
-        found[one.key], memory = _memory_for(one, finals)
-        for part, chunk, common in one.pieces:
-            ranges[part].append(_range(chunk, common, one.box, memory, copies[part]))
-    with ThreadPoolExecutor(READERS, thread_name_prefix="hydroslurm-read") as pool:
-        for part in parts:
-            source = Source(*tensors(part), index(part).blocks)
-            _read(source, ranges.pop(part), storage=storage, pool=pool)
-            with torch.no_grad():
-                for copy in copies.pop(part):  # frees the memory of what must be copied once more
-                    copy()
-    with torch.no_grad():
-        for copy in finals:
-            copy()
-    return found
 
 
 def _range(
