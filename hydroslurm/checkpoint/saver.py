@@ -23,10 +23,10 @@ from hydroslurm.checkpoint.deadline import (
     remaining_s,
 )
 from hydroslurm.checkpoint.frozen import with_fingerprint
+from hydroslurm.checkpoint.host_memory import Staging
 from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.peers import SaveSkipped
 from hydroslurm.checkpoint.save import Save, SaveRequest, write_checkpoint
-from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.core.events import EventKind

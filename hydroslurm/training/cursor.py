@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.data.position import LoaderPosition, position_of
-from hydroslurm.data.strategies import SamplerPosition
+from hydroslurm.data.position import LoaderPosition, SamplerPosition, position_of
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.training.objects import Loading
 

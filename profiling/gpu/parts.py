@@ -316,7 +316,7 @@ def run(result: Result, folder: Path) -> None:
 
 def _staging_on_device(result: Result) -> None:
     """The copy of a save is in pinned memory, and later changes on the device do not reach it."""
-    from hydroslurm.checkpoint.staging import Staging
+    from hydroslurm.checkpoint.host_memory import Staging
     from hydroslurm.checkpoint.store import State
     from hydroslurm.checkpoint.write_plan import divide
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hydroslurm.checkpoint import write_plan
-from hydroslurm.checkpoint.staging import Staging
+from hydroslurm.checkpoint.host_memory import Staging
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tree import like_of
 from hydroslurm.checkpoint.write_plan import divide

@@ -16,8 +16,8 @@ import torch
 
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import BlockSums
+from hydroslurm.checkpoint.host_memory import Staging
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
-from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tree import decode
 from hydroslurm.checkpoint.write_plan import WritePlan, divide

@@ -10,7 +10,7 @@ from checkpoint.states import copy_of, plan_of_one, state_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydroslurm.checkpoint.staging import Staging
+from hydroslurm.checkpoint.host_memory import Staging
 from hydroslurm.checkpoint.store import State
 from hydroslurm.checkpoint.write_plan import LEAST_DIVIDED_BYTES, divide, owners
 
