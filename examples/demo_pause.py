@@ -29,8 +29,8 @@ from demo_stage import (
 from rich.table import Table
 
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.jobs.control.requests import pause_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
+from hydroslurm.jobs.requests import pause_job, resume_job
 from hydroslurm.report.figures import Report
 from hydroslurm.report.reading import read_history
 from hydroslurm.report.views import in_terminal, pauses_table

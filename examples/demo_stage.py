@@ -18,8 +18,8 @@ from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.jobs.control.requests import JobAnswer
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
+from hydroslurm.jobs.requests import JobAnswer
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 EXAMPLES = Path(__file__).resolve().parent

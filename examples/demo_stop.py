@@ -35,8 +35,8 @@ from rich.table import Table
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
+from hydroslurm.jobs.requests import pause_job, requeue_job, resume_job
 from hydroslurm.report.figures import Report
 from hydroslurm.report.history import History
 from hydroslurm.report.reading import read_history

@@ -34,9 +34,8 @@ from hydroslurm.core.files import write_atomically
 from hydroslurm.core.proc import boot_id
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import Moment, RankStatus
-from hydroslurm.jobs import submission
+from hydroslurm.jobs.plan import Submission, write_submission
 from hydroslurm.jobs.spec.reading import dumps, loads
-from hydroslurm.jobs.submission import Submission
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition
 
@@ -83,7 +82,7 @@ def _describe(run: RunDir, number: int, *, with_spec: bool) -> None:
             add_condition(run.conditions_jsonl, "Preempted", restart_count=count)
         attempts.begin(PREEMPTIONS)
         add_condition(run.conditions_jsonl, "Running", restart_count=PREEMPTIONS)
-    submission.write(run, intent)
+    write_submission(run, intent)
 
 
 def write_status(run: RunDir, rank: int, number: int, *, step: int) -> None:

@@ -98,14 +98,14 @@ def test_imports_point_one_way() -> None:
 
 
 JOBS_ORDER = (
-    *("images", "spec", "plan", "layout", "submission", "task", "supervisor"),
-    *("launch", "control"),
+    *("images", "spec", "plan", "layout", "task", "supervisor"),
+    *("launch", "requests", "attached"),
 )
 """Each part of jobs/ imports from itself and those before it only; agent/ stands alone."""
 
 
 def test_jobs_import_one_way() -> None:
-    """spec, plan, task, supervisor, launch, control: no part of jobs/ imports a later one. No two
+    """spec, plan, task, supervisor, launch, requests: no part of jobs/ imports a later one. No two
     modules of it need each other, not even for their types."""
     before = {part: JOBS_ORDER[: place + 1] for place, part in enumerate(JOBS_ORDER)}
     before |= {"agent": ("agent",), "__init__": ()}
@@ -167,7 +167,7 @@ def test_every_public_name_exists() -> None:
 
 def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
-    programs = {"jobs.control.attached", "jobs.task"}
+    programs = {"jobs.attached", "jobs.task"}
     programs |= {"jobs.supervisor.main", "jobs.supervisor.bad_nodes"}
     for module, tree in _modules().items():
         inner = module.removeprefix("hydroslurm.")

@@ -14,7 +14,7 @@ from hydroslurm.cli.shared import Which, echo
 
 if TYPE_CHECKING:
     from hydroslurm.core.ack import Answer
-    from hydroslurm.jobs.control.requests import JobAnswer
+    from hydroslurm.jobs.requests import JobAnswer
     from hydroslurm.slurm.client import Job as SlurmJob
     from hydroslurm.slurm.client import SlurmClient
 
@@ -57,7 +57,7 @@ def pause(
 
     Waits for the acknowledgement, and prints the latency per rank.
     """
-    from hydroslurm.jobs.control.requests import pause_job
+    from hydroslurm.jobs.requests import pause_job
     from hydroslurm.runtime import client
 
     if timeout_s is None:
@@ -74,7 +74,7 @@ def resume(
     timeout_s: Timeout = 10.0,
 ) -> None:
     """Resume a paused job or process in place."""
-    from hydroslurm.jobs.control.requests import resume_job
+    from hydroslurm.jobs.requests import resume_job
     from hydroslurm.runtime import client
 
     job = job or job_option
@@ -92,7 +92,7 @@ def requeue(
 
     Unlike scontrol requeue, this gives it all the time that it needs to save.
     """
-    from hydroslurm.jobs.control.requests import requeue_job
+    from hydroslurm.jobs.requests import requeue_job
 
     _for_each(job, functools.partial(requeue_job, timeout_s=timeout_s), all_elements=all_elements)
 

@@ -37,8 +37,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from hydroslurm.elastic.liveness import Liveness
-from hydroslurm.elastic.meetings import FailedMeetings
+from hydroslurm.elastic.liveness import FailedMeetings, Liveness
 from hydroslurm.elastic.roster import (
     CONNECTION_ENDED,
     Action,

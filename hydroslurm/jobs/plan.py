@@ -1,4 +1,5 @@
-"""What a TrainingJob is on Slurm: nodes, tasks, and what each task runs.
+"""What is submitted: a TrainingJob's plan (nodes, tasks, and what each task runs), and for any job
+what sbatch was asked for.
 
 A plan is made once, at the submission (:mod:`hydroslurm.jobs.layout`); the supervisor and each task
 read it from the run folder. They start with the job and are in its way until the ranks run, so this
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from hydroslurm.core.files import parse_json, read_regular
-from hydroslurm.errors import LaunchError
+from hydroslurm.core.decoding import decode
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import LaunchError, RunFolderError
 
 _MOST_BYTES = 64 << 20
 
@@ -162,3 +165,61 @@ def read_plan(path: Path) -> Plan:
         raise LaunchError(
             f"{path} is no plan of this version ({error!r}); submit the job again"
         ) from error
+
+
+# --- submission.json: the intent before sbatch, the job id after it. A crash between the two can be
+# found later: an intent without an id may have become a job, which its name identifies
+
+_MOST_COMMAND_BYTES = 16 << 20
+"""A command may be long."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What Slurm was asked for.
+
+    Attributes:
+        name: the job's name.
+        command: what each rank runs, to be shown.
+        job_id: Slurm's, as submitit writes it (``12`` or ``12_3``); None before sbatch answered.
+        replicas, backoff_limit: of a job with a spec, for whoever lists many jobs; None without.
+    """
+
+    name: str
+    command: str
+    job_id: str | None = None
+    replicas: int | None = None
+    backoff_limit: int | None = None
+
+
+def write_submission(run: RunDir, submission: Submission, *, durable: bool = True) -> None:
+    """Replace submission.json.
+
+    Args:
+        durable: False where the caller syncs it with others, before it calls sbatch.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    try:
+        text = json.dumps(asdict(submission), indent=2) + "\n"
+        write_atomically(run.submission_json, text, mode=0o666, durable=durable)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {run.submission_json}: {error.strerror}") from error
+
+
+def read_submission(root: Path) -> Submission:
+    """Read submission.json back.
+
+    Raises:
+        RunFolderError: not there, or not one of ours.
+    """
+    path = RunDir(root).submission_json
+    try:
+        return decode(Submission, read_regular(path, limit_bytes=_MOST_COMMAND_BYTES))
+    except OSError as error:
+        raise RunFolderError(
+            f"{root} is not a run folder: no {path.name} in it ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise RunFolderError(f"{path} cannot be read: {error}") from error

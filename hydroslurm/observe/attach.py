@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.proc import module_command
 from hydroslurm.errors import UsageError, WrongJobState
-from hydroslurm.jobs.control.attached import PROCESS
+from hydroslurm.jobs.attached import PROCESS
 from hydroslurm.observe.job import JobView
 from hydroslurm.observe.logs import no_replica, plan_of, replica_of
 from hydroslurm.slurm.values import Job, JobState
@@ -51,7 +51,7 @@ def attach_command(
         f"--nodelist={node}",
         "--chdir=/",  # the caller's folder need not be there
         *(["--pty"] if has_terminal else []),
-        *module_command(sys.executable, "hydroslurm.jobs.control.attached"),
+        *module_command(sys.executable, "hydroslurm.jobs.attached"),
         *beside,
         *(command or (environ.get("SHELL") or "/bin/sh",)),
     ]

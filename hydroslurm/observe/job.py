@@ -20,9 +20,7 @@ from hydroslurm.core.goodput import Goodput
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, Saver, read_status
 from hydroslurm.errors import LaunchError, RunFolderError, SpecError
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.plan import Plan, read_plan
-from hydroslurm.jobs.submission import Submission
+from hydroslurm.jobs.plan import Plan, Submission, read_plan, read_submission
 from hydroslurm.jobs.supervisor.attempts import (
     Attempt,
     Attempts,
@@ -152,7 +150,7 @@ class JobView:
     def submission(self) -> Submission | None:
         """What was asked for; None where hydroslurm did not submit it."""
         with contextlib.suppress(RunFolderError):
-            return submission.read(self.run.root)
+            return read_submission(self.run.root)
         return None
 
     @property

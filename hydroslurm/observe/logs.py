@@ -12,8 +12,7 @@ from pathlib import Path
 
 from hydroslurm.core.files import open_regular
 from hydroslurm.errors import HydroslurmError, NoSuchJob, RunFolderError, UsageError
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import Plan, read_submission
 from hydroslurm.observe.find import view_of
 from hydroslurm.observe.job import JobView
 from hydroslurm.slurm.client import open_client
@@ -145,7 +144,7 @@ def _rank_number(replica: str | None) -> int | None:
 
 def supervisor_logs(found: JobView) -> list[Path]:
     """The output of the batch script, for all attempts of the job."""
-    return [found.run.logs / f"{submission.read(found.run.root).job_id}_0_log.out"]
+    return [found.run.logs / f"{read_submission(found.run.root).job_id}_0_log.out"]
 
 
 def follow_files(

@@ -12,7 +12,7 @@ from rich.cells import cell_len, set_cell_size
 
 from hydroslurm.core.files import clean, moment
 from hydroslurm.core.status import RankStatus
-from hydroslurm.jobs.submission import Submission
+from hydroslurm.jobs.plan import Submission
 from hydroslurm.observe.job import LOUD, JobView, WorkAtRisk
 from hydroslurm.observe.training import member_of
 

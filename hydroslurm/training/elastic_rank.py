@@ -40,10 +40,9 @@ from hydroslurm.elastic.engine import InPlaceEngine, folder_of
 from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.reduction import ShardGradients
-from hydroslurm.elastic.replica import PeerReplicas
 from hydroslurm.elastic.roster import Depart, Form
 from hydroslurm.elastic.sharded import sharded_modules
-from hydroslurm.elastic.transfer import hand_over
+from hydroslurm.elastic.transfer import PeerReplicas, hand_over
 from hydroslurm.errors import HydroslurmError, UsageError
 from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan

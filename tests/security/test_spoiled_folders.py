@@ -24,8 +24,8 @@ from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import NEVER, RankStatus
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import pause_job
+from hydroslurm.jobs.plan import read_submission
+from hydroslurm.jobs.requests import pause_job
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.find import my_jobs, view_of
@@ -94,7 +94,7 @@ def test_status(run: RunDir, tmp_path: Path) -> None:
     assert read_address(run.tensorboard_json) is None
     assert my_jobs(slurm(_job(run)), "u") == ()
     with pytest.raises(RunFolderError):
-        submission.read(run.root)
+        read_submission(run.root)
     store = CheckpointStore(run.checkpoints)
     assert store.committed() == ()
     steps = ["step-000000001", "step-000000002", "step-000000003"]

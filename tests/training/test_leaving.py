@@ -19,7 +19,7 @@ import hydroslurm
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import TargetError
-from hydroslurm.jobs.control.requests import requeue_job
+from hydroslurm.jobs.requests import requeue_job
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import BACKEND_ENV, JobState, open_client

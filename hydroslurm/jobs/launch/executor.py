@@ -39,7 +39,6 @@ from hydroslurm.core import rundir
 from hydroslurm.core.proc import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import MaybeSubmitted, RunFolderError, SlurmMissing, UsageError
-from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
 from hydroslurm.jobs.launch.sbatch import (
     new_run,
@@ -48,8 +47,8 @@ from hydroslurm.jobs.launch.sbatch import (
     submit_script,
 )
 from hydroslurm.jobs.launch.scripts import in_option_line, last_line
+from hydroslurm.jobs.plan import Submission, write_submission
 from hydroslurm.jobs.spec.sections import check_options
-from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 _SET_BY_US = ("comment", "signal", "array")
@@ -185,12 +184,12 @@ class Executor(SlurmExecutor):
         name = self._job_name(delayed_submissions[0])
         with new_submission(JobPaths.get_first_id_independent_folder(self.folder), name) as run:
             intent = Submission(name, _describe(delayed_submissions[0]))
-            submission.write(run, intent)
+            write_submission(run, intent)
             for delayed in delayed_submissions:
                 delayed.function = InRank(delayed.function, run.root, is_array=is_array)
             job_id, found = self._submit_into(run, name, delayed_submissions)
         try:
-            submission.write(run, replace(intent, job_id=job_id))
+            write_submission(run, replace(intent, job_id=job_id))
             shutil.copyfile(run.job_sbatch, found[0].paths.submission_file)
             self._lead_to(found)
         except (OSError, RunFolderError) as error:

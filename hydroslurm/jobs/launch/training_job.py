@@ -21,15 +21,13 @@ from pathlib import Path
 from hydroslurm.core.files import fsync_together, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, MaybeSubmitted, RunFolderError
-from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
 from hydroslurm.jobs.launch.sbatch import new_submission, refuse_hopeless, submit_script
 from hydroslurm.jobs.launch.scripts import janitor_script, job_script
 from hydroslurm.jobs.layout import plan_job
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import Plan, Submission, write_submission
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import JobSpec, dumps
-from hydroslurm.jobs.submission import Submission
 from hydroslurm.jobs.supervisor.conditions import (
     Condition,
     add_condition,
@@ -119,7 +117,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
             )
             raise
     try:
-        submission.write(run, replace(intent, job_id=str(job_id)))
+        write_submission(run, replace(intent, job_id=str(job_id)))
         add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
     except RunFolderError as error:
         notes = (*notes, f"Slurm has job {job_id}, but its run folder does not say so: {error}")
@@ -166,7 +164,7 @@ def _record(run: RunDir, spec: JobSpec, plan: Plan, intent: Submission) -> None:
     """
     _write(run.job_yaml, dumps(_resolved(spec)))
     _write(run.plan_json, plan.dumps())
-    submission.write(run, intent, durable=False)
+    write_submission(run, intent, durable=False)
     log, where = run.conditions_jsonl, str(spec.folder)
     add_condition(log, "Created", reason="Submitted", message=where, durable=False)
     if spec.job.preemption.checkpoint_directory is not None:

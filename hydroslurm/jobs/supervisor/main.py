@@ -20,8 +20,7 @@ from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import HydroslurmError, LaunchError, SlurmError, StaleAttempt
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.plan import Plan, read_plan
+from hydroslurm.jobs.plan import Plan, read_plan, read_submission
 from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
@@ -111,7 +110,7 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
 
 def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
     """The job as slurmctld describes it, else its newest record in accounting."""
-    job_id = submission.read(run.root).job_id
+    job_id = read_submission(run.root).job_id
     if job_id is None:
         return None
     client = open_client(environ=environ)

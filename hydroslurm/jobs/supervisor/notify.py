@@ -23,8 +23,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import RunFolderError
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import Plan, read_submission
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import Condition, read_conditions
 from hydroslurm.jobs.supervisor.exit_policy import format_status
@@ -90,7 +89,7 @@ def document(run: RunDir, condition: Condition) -> dict[str, Any]:
     event, following = _EVENTS[condition.type]
     if condition.reason in ("Cancelled", "Always"):  # by a person; by restartPolicy
         event = "end"
-    job, status = submission.read(run.root), read_status(run.rank_status(0))
+    job, status = read_submission(run.root), read_status(run.rank_status(0))
     numbers = (one.number for one in Attempts(run.starts_jsonl).all())
     return {
         "job_id": job.job_id,

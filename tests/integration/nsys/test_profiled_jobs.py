@@ -13,7 +13,7 @@ from training.trainings import ROOT, Training
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.errors import WrongJobState
-from hydroslurm.jobs.control.requests import JobAnswer, requeue_job
+from hydroslurm.jobs.requests import JobAnswer, requeue_job
 from hydroslurm.report.external_sources import Accounting, ask_slurm
 from hydroslurm.report.figures import Report
 from hydroslurm.report.goodput import goodput_of

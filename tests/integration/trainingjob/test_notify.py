@@ -18,8 +18,7 @@ from processes import text_of, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.plan import Plan, TaskPlan
+from hydroslurm.jobs.plan import Plan, Submission, TaskPlan, write_submission
 from hydroslurm.jobs.supervisor import notify
 from hydroslurm.jobs.supervisor.conditions import add_condition
 
@@ -130,7 +129,7 @@ def test_a_failure_is_said_once(
     """Whoever is told hangs, fails or redirects: nobody waits long, and nobody else is told."""
     monkeypatch.setattr(notify, "LIMIT_S", 1.5 if "1.5 s" in str(said) else 60.0)
     run, log = RunDir(tmp_path / "run").create(), list[str]()
-    submission.write(run, submission.Submission("a job", "train.py --token=secret", "7"))
+    write_submission(run, Submission("a job", "train.py --token=secret", "7"))
     task = TaskPlan("master", 0, ("train.py", "--token=secret"), (), str(tmp_path))
     words = (f"http://127.0.0.1:{hook.port}{whom}",) if isinstance(whom, str) else whom
     plan = Plan(1, 1, None, 0, (task,), notify=words)

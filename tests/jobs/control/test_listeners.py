@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.jobs.control.listeners import Listeners, listeners
+from hydroslurm.jobs.requests import Listeners, listeners
 
 USR1, USR2, RTMIN3 = 10, 12, 37
 TOLD: dict[str, object] = {

@@ -17,9 +17,9 @@ from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
+from hydroslurm.jobs.plan import read_submission
+from hydroslurm.jobs.requests import pause_job, requeue_job, resume_job
 from hydroslurm.observe.job import JobView
 from hydroslurm.observe.training import ranks_dir_of
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
@@ -91,7 +91,7 @@ def test_an_unmodified_script_is_suspended_and_resumed(slurm: SlurmClient, folde
     assert PausableJob(folder / "runs", submitted.job_id).run_dir == run
     _trains(folder, ranks=2)
 
-    written, script = submission.read(run.root), run.job_sbatch.read_text()
+    written, script = read_submission(run.root), run.job_sbatch.read_text()
     assert (written.job_id, "train.py" in written.command) == (submitted.job_id, True)
     assert "--signal=URG@90" in script
     assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script  # submitit's is out of the way

@@ -12,7 +12,7 @@ import pytest
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Record
 from hydroslurm.jobs.plan import ElasticPlan, RunLimits
-from hydroslurm.jobs.supervisor import allocator
+from hydroslurm.jobs.supervisor import elastic
 from hydroslurm.jobs.supervisor.elements import (
     LINGERS_S,
     UNSEEN_S,
@@ -260,9 +260,9 @@ def test_members_that_slurm_has_accepted_are_known_on_a_full_disk(
 ) -> None:
     """A ledger that cannot be written makes nobody submit twice."""
     done = subprocess.CompletedProcess[str]([], 0, "Submitted batch job 101\n", "")
-    monkeypatch.setattr(allocator, "sbatch", lambda *_, **__: done)
+    monkeypatch.setattr(elastic, "sbatch", lambda *_, **__: done)
     said: list[str] = []
-    keeper = allocator.Allocator(
+    keeper = elastic.Allocator(
         ElasticFolder(run=tmp_path / "not" / "there"),
         Elements(ElasticPlan(0, 2), RunLimits()),
         client=Mock(),

@@ -1,8 +1,8 @@
 """What ``hydroslurm attach`` starts on the node of a task: a command in the task's folder, with the
 task's environment.
 
-    python -m hydroslurm.jobs.control.attached PLAN TASK COMMAND...       of a job with a spec
-    python -m hydroslurm.jobs.control.attached --process PID COMMAND...   beside any other rank
+    python -m hydroslurm.jobs.attached PLAN TASK COMMAND...       of a job with a spec
+    python -m hydroslurm.jobs.attached --process PID COMMAND...   beside any other rank
 """
 
 from __future__ import annotations

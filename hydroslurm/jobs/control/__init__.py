@@ -1,1 +1,0 @@
-"""Requests to jobs that were submitted: pause, resume, requeue, a command beside a rank."""
