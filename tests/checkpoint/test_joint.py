@@ -22,7 +22,7 @@ SCENES = {
     "savers": 1,
     "savers_apart": 1,
     "savers_without_memory": 1,
-    "choosing": 12,  # files
+    "choosing": 1,
 }
 """With the rounds that each counts, at least."""
 

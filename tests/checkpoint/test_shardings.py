@@ -16,5 +16,6 @@ def test_with_another_number_of_ranks(quick_folder: Path) -> None:
         program.expect("done", limit_s=240)
         assert program.wait() == 0, str(program)
     said = [line for line in program.lines if "loaded by" in line]
-    cases = ("ddp", "uneven", "hsdp", "fsdp_tp")
-    assert said == [f"{case} loaded by {ranks}" for case in cases for ranks in (1, 2, 3, 4)]
+    assert [line.split()[0] for line in said] == (
+        ["ddp"] * 2 + ["uneven"] * 4 + ["hsdp"] * 2 + ["fsdp_tp"] * 2
+    )

@@ -33,9 +33,9 @@ def structure(framework: str, name: str, workers: str = "", named: str = "") -> 
     return Row(script, LOADS[framework], STOPS, named=named)
 
 
-def single(script: str, stops: str = STOPS, trainings: int = 1, named: str = "") -> Row:
+def single(script: str, stops: str = STOPS, named: str = "") -> Row:
     """A script of structures/, whose name begins with its framework's."""
-    return Row(script, LOADS[script.partition("_")[0]], stops, trainings=trainings, named=named)
+    return Row(script, LOADS[script.partition("_")[0]], stops, named=named)
 
 
 STRUCTURES = [
@@ -55,10 +55,7 @@ STRUCTURES = [
     single("lightning_datamodule.py by-count", "step:4 step:5 step:9"),
     single("lightning_datamodule.py by-epoch", "step:4 step:5 step:9"),
     single("lightning_datamodule.py by-count every-2", "step:4 step:5 step:9"),
-    single("lightning_data_kept.py transform"),
     single("lightning_pruned.py", named="ModelPruning puts no masks into a checkpoint"),
-    # within a window of batches whose gradients are added up
-    single("accelerate_accumulated.py", "forward:2 forward:4", trainings=2),
     single("lightning_finders.py rate", "step:12 step:25"),
     single("lightning_finders.py size", "step:3 step:2"),
 ]
@@ -107,14 +104,13 @@ SOMETIMES = [
         transformers(scene, "step:1...")
         for scene in (
             "accumulate", "one", "plain", "workers", "collator", "own methods", "model_init",
-            "plateau", "stream", "stream accumulated",
+            "stream", "stream accumulated",
         )
     ),
     transformers("scaled", "forward:1..."),
     transformers("persistent", "step:2 step:4 step:2"),
     transformers("one", "epoch:1 eval:1 epoch:1"),
     transformers("jit", "step:3 step:6"),
-    transformers("schedulefree", "step:4 step:5"),
     transformers("twice", "step:4 step:11", trainings=2),
     transformers("stream of datasets", STOPS),
     transformers("stream", "eval:1 epoch:1 eval:2"),
@@ -124,14 +120,10 @@ SOMETIMES = [
     *map(
         loaders,
         (
-            "zip", "zip; accumulated", "now and then; workers",
-            "now and then; accumulated, workers",
-            "one in the other; accumulated", "one in the other; seeded", "chain; accumulated",
-            "chain; seeded", "epoch by epoch; seeded", "epoch by epoch; accumulated, workers",
+            "zip; accumulated", "now and then; accumulated, workers", "one in the other; seeded",
+            "chain; accumulated", "epoch by epoch; accumulated, workers",
         ),
     ),
-    loaders("zip, the other first", ranks=2),
-    loaders("chain", ranks=2),
     loaders("epoch by epoch; seeded", ranks=2),
     Row("accelerate_loop.py out", ACCELERATE, "step:2@1 step:3@2", 3),
     Row("hf_causal_lm.py out", TRANSFORMERS, "step:2@1 step:3@2", 3),
@@ -150,8 +142,7 @@ SOMETIMES = [
             ("trl_small.py", TRL),
         )
         for ranks, stops in ((1, "step:2 step:1"), (2, "step:1@1 step:2@0"))
-        for workers in (0, 2)
-        for accumulate in (1, 4)
+        for workers, accumulate in ((0, 1), (2, 4))
     ),
 ]  # fmt: skip
 

@@ -222,16 +222,7 @@ SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     "model_init": (MakesItsModel, EVALUATED),
     "own methods": (OwnMethods, EVALUATED),
     "jit": (Trainer, {"enable_jit_checkpoint": True}),
-    "plateau": (Trainer, {
-        "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0},
-        "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.5,
-        "metric_for_best_model": "loss", "gradient_checkpointing": True, "bf16": True,
-    }),
     "scaled": (Scaled, {"fp16": True, "logging_steps": 1, **EVALUATED}),
-    "schedulefree": (Trainer, {
-        "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "eval_strategy": "epoch",
-        "logging_steps": 1,
-    }),
     "twice": (Trainer, {"learning_rate": 0.01}),
     "accumulate": (Counting, {"gradient_accumulation_steps": 4, "logging_steps": 2}),
     "one": (Trainer, {"gradient_accumulation_steps": 6, "eval_strategy": "epoch"}),
