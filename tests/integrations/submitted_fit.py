@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,3 @@ def fit(script: Path, folder: Path, arguments: list[str], unpickled: Any = None)
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
     return sorted(str(one) for one in Path("logs").rglob("*"))
-
-
-def submit_inside(folder: Path, *command: str) -> int:
-    """Submit another job from this one, and wait for its end: its exit status."""
-    wrapped = f"--wrap=srun --preempt=requeue {' '.join(command)}"
-    options = ("--partition=low", "--requeue", "--time=5", "--output=inner.txt", "--wait")
-    return subprocess.run(["sbatch", *options, wrapped], cwd=folder, check=False).returncode

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from integrations.stockjobs import SCRIPTS, steps_of_attempt
 from processes import wait_until
 from submitit.slurm.slurm import SlurmJob
 
-import hydroslurm
-from hydroslurm.core.status import read_status
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 import submitted_fit  # its ranks import it by this name too
@@ -31,37 +27,20 @@ SCRIPT = SCRIPTS / "lightning_digits.py"
 ARGUMENTS = ["--epochs=2", "--workers=2"]
 OPTION = {"slurm_srun_args": ["--preempt=requeue"]}
 EXPORTED = {"slurm_setup": ["export HYDROSLURM_PREEMPT=requeue"]}
-RUNS = "hydroslurm-runs/*/events/rank-00000.json"
-INNER = """
-import time
-from pathlib import Path
-import torch
-import hydroslurm
-
-optimizer = torch.optim.SGD((model := torch.nn.Linear(2, 2)).parameters(), 0.1)
-with hydroslurm.Run(model=model, optimizer=optimizer) as run:
-    for step in run.steps(10**6):
-        model(torch.randn(1, 2)).sum().backward()
-        optimizer.step()
-        time.sleep(0.02)
-        if Path("enough").exists():
-            break
-"""
 TORCH = torch.Size([1])
 """The process imports torch, and Lightning's callback comes, before submitit's handlers do."""
 
 
 @pytest.mark.parametrize(
-    ("function", "unpickled", "asked"),
+    ("unpickled", "asked"),
     [
-        pytest.param(submitted_fit.fit, None, OPTION, id="submitit's handlers first"),
-        pytest.param(submitted_fit.fit, TORCH, EXPORTED, id="ours first"),
-        pytest.param(hydroslurm.preemptible(submitted_fit.fit), TORCH, {}, id="wrapped"),
+        pytest.param(None, OPTION, id="submitit's handlers first"),
+        pytest.param(TORCH, EXPORTED, id="ours first"),
     ],
 )
 def test_it_is_requeued_and_goes_on(
-    function: Callable[..., list[str]], unpickled: object, asked: dict[str, Any],
-    requeue_cluster: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    unpickled: object, asked: dict[str, Any], requeue_cluster: Part, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """By an operator, by an urgent job, and by submitit's signal, at which submitit alone would end
     the job; weights and metrics are those of a process that was left alone."""
@@ -73,7 +52,7 @@ def test_it_is_requeued_and_goes_on(
     executor.update_parameters(**asked)
     urgent = ["srun", "-p", "urgent", "-w", requeue_cluster.nodes[0], "--exclusive", "-t1", "true"]
     slow = [*ARGUMENTS, "--pause-s=0.05"]
-    job = executor.submit(function, SCRIPT, folder, slow, unpickled)
+    job = executor.submit(submitted_fit.fit, SCRIPT, folder, slow, unpickled)
     said = lambda: job.stdout() or ""  # noqa: E731
     try:
         for attempt, stop in enumerate(
@@ -95,33 +74,6 @@ def test_it_is_requeued_and_goes_on(
         assert (folder / name).read_bytes() == (alone / name).read_bytes()
     assert "attempt 4 resumes from step" in said()
     assert "Caught signal" not in said()  # submitit's handler of the warning
-
-
-def test_a_job_that_it_submits(
-    requeue_cluster: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is another one, though it inherits all variables: it has a run folder of its own, USR1
-    and USR2 pause it, and a stop requeues it."""
-    script, said = tmp_path / "inner.py", tmp_path / "inner.txt"
-    script.write_text(INNER)
-    outer = hydroslurm.preemptible(submitted_fit.submit_inside)
-    job = executor_in(tmp_path, requeue_cluster, monkeypatch).submit(
-        outer, tmp_path, sys.executable, str(script)
-    )
-    try:
-        wait_until(lambda: any(tmp_path.glob(RUNS)), lambda: job.stdout() or "", limit_s=120)
-        (path,) = tmp_path.glob(RUNS)
-        inner = path.parents[1].name
-        assert inner != job.job_id
-        for signal, state in (("USR1", "parked"), ("USR2", "running")):
-            subprocess.run(["scancel", f"--signal={signal}", inner], check=True, timeout=60)
-            wait_until(lambda state=state: read_status(path).state == state, path.read_text)
-        subprocess.run(["scontrol", "requeue", inner], check=True, timeout=60)
-        wait_until(lambda: "attempt 2 resumes from step" in said.read_text(), said.read_text)
-        (tmp_path / "enough").touch()
-        assert job.result() == 0, said.read_text()
-    finally:
-        job.cancel(check=False)
 
 
 def executor_in(

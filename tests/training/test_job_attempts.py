@@ -175,18 +175,6 @@ def test_an_output_outlives_a_stop_within_its_epoch(story: Story) -> None:
     assert "returned 2" in second.said
 
 
-def test_periodic_saves_and_those_of_epochs(story: Story) -> None:
-    """The periodic checkpoint behind the last step of an epoch does not stand in for the epoch's
-    own, and ``keep`` counts epochs alone."""
-    assert story.live(every_steps=1, hold="train 1.0").code == STOP
-    manager = CheckpointManager(story.directory)
-    assert manager.epochs() == (0, 1)
-    assert manager.find(step=4).kind == "epoch"
-    assert manager.find(epoch=1).step == 4
-    story.live(keep=2, every_steps=1)
-    assert manager.epochs() == (2, 3)
-
-
 def test_without_a_manager(story: Story) -> None:
     """Nothing is saved; a stop still leaves at the next safe point, and the next attempt begins
     anew."""
