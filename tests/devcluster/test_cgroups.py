@@ -41,14 +41,6 @@ def put_into(folder: Path, *pids: int) -> Path:
     return folder
 
 
-def test_node_names_are_a_clusters_own() -> None:
-    """Two clusters share no node name, hence no cgroup; the same folder has the same names."""
-    names = [set(of(folder).node_names) for folder in ("/a", "/b")]
-    assert not names[0] & names[1]
-    assert of("/a").node_names == of("/a").node_names
-    assert ClusterSpec(nodes=2, directory=Path("/a")).node_names == ("n1", "n2")
-
-
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has what is needed, what is there, and what to do. An ordinary user is told that
     it is for root before anything starts; linuxproc asks for nothing."""

@@ -64,7 +64,6 @@ def test_stopped_and_started_again(
     assert "resumes from step" in log(stopped)
 
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEMO = [sys.executable, "-W", "error", str(EXAMPLES / "demo.py")]
 
 

@@ -6,14 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusters import Part
-from integration.manyranks.rankstraining import FSDP_BELOW_AGENTS, RanksTraining
-
-from hydroslurm.devcluster import DevCluster
+from integration.manyranks.rankstraining import RanksTraining
 
 COLLECTIVE_TIMEOUT_S = 3
 SUSPENDED_S = 10 * COLLECTIVE_TIMEOUT_S
@@ -48,19 +46,6 @@ def ddp(cluster: Part, folder: Path) -> Story:
     training.preempt(nodes)
     training.wait_for_ranks(2)
     training.suspend(2, until_stopped=True, meanwhile=lambda: time.sleep(SUSPENDED_S))
-    training.wait_for_end()
-    return Story(training)
-
-
-def agent(cluster: DevCluster, folder: Path, *, nodes: Sequence[str]) -> Story:
-    """FSDP2 in four ranks below the agents of two nodes: suspended past SIGSTOP, requeued."""
-    training = RanksTraining(cluster, folder, command=FSDP_BELOW_AGENTS, nodes=2)
-    training.submit(f"--nodelist={','.join(nodes)}")
-    training.wait_for_ranks(1)
-    training.wait_for_step(20)
-    training.suspend(1, until_stopped=True)
-    training.requeue()
-    training.wait_for_ranks(2)
     training.wait_for_end()
     return Story(training)
 

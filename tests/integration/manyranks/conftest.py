@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from clusters import CGROUP, Part
-from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, SHORT, Story, agent
+from clusters import Part
+from integration.manyranks.acts import ACTS, COMPARABLE, SHORT, Story
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from processes import free_port
 from stories import Stories, marked, result_of, stories
 from training.trainings import ALONE_LIMIT_S, RECORDED
 from zygote import forked
-
-from hydroslurm.devcluster import DevCluster, cgroups
-from hydroslurm.errors import ClusterError
 
 AT_A_TIME = 3
 ENDS_WITHIN_S = 900.0
@@ -39,33 +36,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.fixture(scope="session")
-def agents_place(
-    request: pytest.FixtureRequest, ranks_cluster: Part
-) -> tuple[DevCluster, Sequence[str]]:
-    """A cluster and its nodes for ranks below agents: with cgroups, where Slurm signals the agents
-    only, if this user and machine can have them."""
-    try:
-        cgroups.require(CGROUP)
-    except ClusterError:
-        return ranks_cluster, ranks_cluster.nodes[SHARED][:2]
-    cluster = request.getfixturevalue("cgroup_cluster")
-    return cluster, cluster.spec.node_names[1:]
-
-
-@pytest.fixture(scope="session")
 def stage(
     request: pytest.FixtureRequest,
     ranks_cluster: Part,
-    agents_place: tuple[DevCluster, Sequence[str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stage]:
     """The trainings that the tests of this session look at, all under way."""
     told = {
-        **{name: functools.partial(act, ranks_cluster) for name, act in ACTS.items()},
-        "agent": functools.partial(agent, agents_place[0], nodes=agents_place[1]),
+        name: functools.partial(act, ranks_cluster)
+        for name, act in ACTS.items()
+        if name in marked(request)
     }
-    told = {name: act for name, act in told.items() if name in marked(request)}
-    base, clusters = tmp_path_factory.mktemp("ranks"), (ranks_cluster, agents_place[0])
+    base, clusters = tmp_path_factory.mktemp("ranks"), (ranks_cluster,)
     with stories(told, base, clusters=clusters, at_a_time=AT_A_TIME) as stage:
         try:
             yield stage
@@ -110,6 +92,6 @@ def alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
 def undisturbed(request: pytest.FixtureRequest, alone: Callable[..., dict[str, Any]]) -> Any:
     """That for the training that the test's mark names. A test asks for it first: it is made while
     that one is under way."""
-    like = {"ddp": (3, *SHORT), "agent": (4, "--fsdp"), "worlds": (1, *COMPARABLE)}
+    like = {"ddp": (3, *SHORT), "worlds": (1, *COMPARABLE)}
     world, *options = like[request.node.get_closest_marker("scene").args[0]]
     return alone(*options, world=world)

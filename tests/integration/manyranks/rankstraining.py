@@ -25,9 +25,6 @@ EVERY_STEPS = 60
 CURTAIN = threading.Event()
 """Nobody wants to know any more."""
 AS_IT_IS = MULTI_NODE
-FSDP_BELOW_AGENTS = AS_IT_IS.replace("train_ddp.py", "train_ddp.py --fsdp").replace(
-    "-u", "-m hydroslurm.cli agent -- --nproc-per-node=2 --local-addr=127.0.0.1"
-)
 # what torchrun's ranks need to write line by line
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 

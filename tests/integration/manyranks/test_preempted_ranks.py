@@ -22,27 +22,6 @@ def test_ddp_ends_with_the_same_bits(undisturbed: Result, story: Story) -> None:
     """A suspend and a preemption, and a suspend of ten times the time-out of its collectives in the
     next attempt: weights, optimizer, and on every rank the loss and the samples of each step are
     those of the run that nobody stops; no step is lost or trained twice."""
-    _ends_like(story, undisturbed, suspends=2)
-    for rank in range(story.training.world):
-        (resumed,) = story.training.events_of(rank, EventKind.RESUMED, attempt=2)
-        assert resumed.data["parked_s"] >= SUSPENDED_S
-        assert not story.training.events_of(rank, EventKind.AGREEMENT_FAILED)
-
-
-@pytest.mark.long
-@pytest.mark.scene("agent")
-def test_fsdp_below_agents_ends_with_the_same_bits(undisturbed: Result, story: Story) -> None:
-    """FSDP2 below two agents with two ranks each, of which Slurm signals the agents only where it
-    has cgroups: suspended past SIGSTOP or by the freezer and resumed in the same processes,
-    requeued, and equal to the run that had no agents."""
-    _ends_like(story, undisturbed, suspends=1)
-    for rank in range(4):
-        pids = {event.pid for event in story.training.events_of(rank, attempt=1)}
-        assert len(pids) == 1
-
-
-def _ends_like(story: Story, undisturbed: Result, *, suspends: int) -> None:
-    """In two attempts."""
     training = story.training
     made = training.attempts()
     endings = Counter(attempt.ending for attempt in made)
@@ -56,8 +35,11 @@ def _ends_like(story: Story, undisturbed: Result, *, suspends: int) -> None:
     assert result == undisturbed
     for rank in range(training.world):
         parked = training.events_of(rank, EventKind.ALL_PARKED)
-        assert [event.data["in_flight"] for event in parked] == [0] * suspends
-        assert len(training.events_of(rank, EventKind.RESUMED)) == suspends
+        assert [event.data["in_flight"] for event in parked] == [0] * 2
+        assert len(training.events_of(rank, EventKind.RESUMED)) == 2
+        (resumed,) = training.events_of(rank, EventKind.RESUMED, attempt=2)
+        assert resumed.data["parked_s"] >= SUSPENDED_S
+        assert not training.events_of(rank, EventKind.AGREEMENT_FAILED)
 
 
 TOLERANCE = 1e-5

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,24 +41,6 @@ def replicas(cluster: Part, count: int, *, node: int | None = None) -> str:
 def elsewhere(cluster: Part) -> str:
     """Where nobody is preempted."""
     return f"exclude: '{','.join(cluster.nodes[PREEMPTED:])}'"
-
-
-def shared_limit(cluster: Part, folder: Path) -> Scene:
-    """Four failures: two spend the limit, a worker's is not followed by a restart, and the job is
-    over with the master's."""
-    acts: dict[str, list[int | str]] = {
-        "worker-0": ["forever", "forever", "forever"],
-        "worker-1": [3, "forever", 5],
-        "worker-2": ["forever", 4, "forever"],
-    }
-    scene = Scene(cluster, folder, acts)
-    scene.submit(replicas(cluster, 3) + "runPolicy: {backoffLimit: 2}\n")
-    scene.wait_until_playing(3, replicas=3)
-    scene.wait(lambda: "exit code 5" in text_of(scene.run.srun_log(3)), "the worker's failure")
-    master = re.findall(r"pid (\d+)", scene.printed(0))[-1]
-    os.kill(int(master), signal.SIGKILL)
-    scene.final_condition()
-    return scene
 
 
 def preempted(cluster: Part, folder: Path) -> Scene:
@@ -216,7 +196,6 @@ SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     "clean_None": functools.partial(cleaned, policy="None", with_shell=False),
     "clean_All": functools.partial(cleaned, policy="All", with_shell=True),
     "left_nodes": left_nodes,
-    "shared_limit": shared_limit,
     "no_licence": no_licence,
     "pinned": pinned,
     "mended": mended,
@@ -255,27 +234,6 @@ def statuses(scene: Scene) -> list[int | None]:
     return [one.decision and one.decision.status for one in scene.attempts]
 
 
-@pytest.mark.scene("shared_limit")
-def test_all_replicas_share_one_limit(scene: Scene) -> None:
-    """backoffLimit=2 is spent by failures of two replicas: a third that fails is not restarted, and
-    the job goes on until its master fails."""
-    assert [one.decision and one.decision.replica for one in scene.attempts] == [
-        "worker-1",
-        "worker-2",
-        "worker-0",
-    ]
-    assert statuses(scene) == [3, 4, 137]
-    verdict = scene.final_condition()
-    assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
-    assert verdict.message == (
-        "worker-0 failed with status 137 (SIGKILL), after worker-1 failed with status 5; "
-        "backoffLimit 2 allows no more restarts"
-    )
-    asked = ("sacct", "-X", "-n", "-P", "-j", str(scene.job_id), "-o", "State,ExitCode")
-    scene.wait(lambda: "RUNNING" not in scene.slurm(*asked), "end in the accounting")
-    assert scene.slurm(*asked).splitlines()[-1] == "FAILED|93:0"
-
-
 @pytest.mark.scene("preempted")
 def test_preemptions_are_no_failures(scene: Scene) -> None:
     """A preemption leaves backoffLimit=1 to the master that leaves with 75 unasked, which is a
@@ -288,6 +246,9 @@ def test_preemptions_are_no_failures(scene: Scene) -> None:
     assert "nobody has asked it to stop" in restarting.message
     assert [one.type for one in scene.conditions].count("Preempted") == 2
     assert scene.final_condition().reason == "PreemptionLimitExceeded"
+    asked = ("sacct", "-X", "-n", "-P", "-j", str(scene.job_id), "-o", "State,ExitCode")
+    scene.wait(lambda: "RUNNING" not in scene.slurm(*asked), "end in the accounting")
+    assert scene.slurm(*asked).splitlines()[-1] == "FAILED|93:0"
 
 
 @pytest.mark.scene("left_nodes")
