@@ -26,7 +26,7 @@ from hydroslurm.compat.manager import CheckpointManager
 from hydroslurm.core import rundir
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 from hydroslurm.training.loop import Loop
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.rank_group import notice, warning
 from hydroslurm.training.session import Session
 
 

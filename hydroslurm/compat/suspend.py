@@ -26,8 +26,7 @@ from hydroslurm.errors import UsageError
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.rank_group import RankGroup, notice, warning
 from hydroslurm.training.stopping import StopHandler
 
 

@@ -28,7 +28,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.training.claim import run_directory
-from hydroslurm.training.gradients import Models
+from hydroslurm.training.objects import Models
 from hydroslurm.training.script import fingerprint
 from hydroslurm.training.session import Session
 

@@ -74,7 +74,7 @@ class Preemptible(LightningBase):
     def _prepare(self, trainer: Any) -> None:
         from hydroslurm.integrations.framework import directory_of_fit
         from hydroslurm.integrations.lightning_fit import Fit
-        from hydroslurm.integrations.loggers import Loggers
+        from hydroslurm.training.loggers import Loggers
 
         folder = directory_of_fit(self._directory, os.environ).root
         loggers = Loggers(trainer, folder, anew=self._options.get("resume") is False)

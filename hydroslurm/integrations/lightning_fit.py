@@ -36,8 +36,8 @@ from hydroslurm.integrations.framework import (
     replace,
 )
 from hydroslurm.integrations.held_loader import HeldLoader
-from hydroslurm.integrations.loggers import Loggers
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.loggers import Loggers
+from hydroslurm.training.rank_group import notice
 from hydroslurm.training.script import fingerprint
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from hydroslurm.coordination.world import World
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import autoload
 from hydroslurm.slurm.allocation import step_of
-from hydroslurm.training.reporting import warning
+from hydroslurm.training.rank_group import warning
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FABRICS = ("lightning.fabric", "lightning_fabric")

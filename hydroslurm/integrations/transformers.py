@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.rank_group import notice, warning
 
 T = TypeVar("T")
 

@@ -40,8 +40,8 @@ from hydroslurm.integrations.framework import (
     fingerprint_of_all,
     replace,
 )
-from hydroslurm.integrations.loggers import continue_callbacks, hide_from_board
 from hydroslurm.training.contents import Contents
+from hydroslurm.training.loggers import continue_callbacks, hide_from_board
 from hydroslurm.training.objects import bare
 from hydroslurm.training.script import fingerprint
 

@@ -45,7 +45,7 @@ from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageErro
 from hydroslurm.gate.marks import NO_RANGE, Emit, Range
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training.reporting import warning
+from hydroslurm.training.rank_group import warning
 
 Ending = Literal["preempted", "time_limit", "cancelled", "requeued", "asked", "error", "finished"]
 DIED = "died"

@@ -19,8 +19,7 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm.allocation import ALONE_ENV, Allocation
 from hydroslurm.training.attempts import finished_step, remove_finished
-from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.rank_group import RankGroup, notice
 
 
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:

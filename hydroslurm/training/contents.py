@@ -8,29 +8,36 @@ what a framework's adapter puts in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import MOVED
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State, newest_good
+from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
 from hydroslurm.training.checks import FirstStep, Remedies, recompiles
 from hydroslurm.training.cursor import Cursor
-from hydroslurm.training.gradients import STATIC_GRAPH, BucketOrders, Gradients, Models
+from hydroslurm.training.loggers import Trackers
 from hydroslurm.training.objects import (
     Composition,
+    Models,
     Objects,
     Stateful,
     changes,
+    modules_in,
     require_registrable,
 )
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.script import Script, largest
-from hydroslurm.training.trackers import Trackers
+
+if TYPE_CHECKING:
+    from hydroslurm.training.buckets import BucketOrders
 
 _OF_A_RANK = ("rng", "registered", "new_rank", "script")
 """What a rank keeps of its own state when the number of ranks has changed."""
@@ -45,7 +52,8 @@ class Contents:
             script's own.
 
     Attributes:
-        objects, cursor, script, gradients, bucket_orders, trackers: the parts.
+        objects, cursor, script, gradients, trackers: the parts.
+        bucket_orders: one more, with three ranks or more.
         parts: an adapter's, each rank's own, by name.
         noted: the same, of what its owner looks up in ``pending`` before the first step.
         pending: this rank's own state as it was loaded, until a framework's training begins.
@@ -61,7 +69,11 @@ class Contents:
         self._models = self.objects.as_given if models is None else models
         self.script = Script()
         self.gradients = Gradients(self._models)
-        self.bucket_orders = BucketOrders(self._models, world_size=rank_group.world_size)
+        self.bucket_orders: BucketOrders | None = None
+        if rank_group.world_size > 2:  # a sum of two is the same in either order
+            from hydroslurm.training.buckets import BucketOrders
+
+            self.bucket_orders = BucketOrders(self._models)
         self.trackers = trackers
         self.parts: dict[str, Stateful] = {}
         self.noted: dict[str, Callable[[], Any]] = {}
@@ -141,11 +153,8 @@ class Contents:
         return {**own, "script": state} if state else own
 
     def _at_place(self) -> dict[str, Any]:
-        return {
-            "bucket_orders": self.bucket_orders,
-            "gradients": self.gradients,
-            "trackers": self.trackers,
-        }
+        orders = {} if self.bucket_orders is None else {"bucket_orders": self.bucket_orders}
+        return {**orders, "gradients": self.gradients, "trackers": self.trackers}
 
     # --- giving back
     # --------------------------------------------------------------------------------------------
@@ -253,7 +262,7 @@ class Contents:
         """
         own, self.pending = self.pending, None
         if own is not None:
-            known = {"rng", "counters", "registered", "script", *self._at_place()}
+            known = {"rng", "counters", "registered", "script", "bucket_orders", *self._at_place()}
             known |= {*self.parts, *self.noted, *self.cursor.registered.names()}
             for name in (*own, *own.get("registered", {})):
                 if name not in known and name != "new_rank":
@@ -293,8 +302,8 @@ class Contents:
             state: behind the first step.
         """
         yield from self.script.unkept()
-        if self.bucket_orders.has_static_graph():
-            yield STATIC_GRAPH
+        if self.bucket_orders is not None:
+            yield from self.bucket_orders.findings()
         if message := recompiles(self.objects.as_given().get("model"), self.cursor.loader):
             yield message
         if most := largest(state.own.get("script", {})):
@@ -302,3 +311,97 @@ class Contents:
                 f"{most}: each rank saves them with each checkpoint, as the next step may need "
                 "them. Where none does, set them to None behind their use"
             )
+
+
+_LOOKED_AT = 16
+"""Weights, spread over a model and its parts, by which it is seen that an optimizer has stepped."""
+Part: TypeAlias = tuple[str, str]
+"""A model's name, and the first word in the names of some of its parameters."""
+
+
+class Gradients:
+    """Those that a loop of this rank adds up over several of its steps.
+
+    Most loops leave gradients behind that nobody uses again. Those of a part of a model count from
+    the first step on that was trained without an update of its weights; they are looked at only in
+    such steps and when something is saved.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._weights: dict[Part, list[torch.Tensor]] = {}
+        self._versions: list[int] = []
+        self._adding_up: set[Part] = set()
+        self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
+
+    def begin(self) -> None:
+        """The first step comes next. What was loaded is put in place again: a loop may have zeroed
+        its gradients before it begins."""
+        parts: dict[Part, list[torch.Tensor]] = {}
+        for name, model in modules_in(self._models()).items():
+            for key, one in model.named_parameters():
+                if one.requires_grad:
+                    parts.setdefault((name, _part(key)), []).append(one)
+        most = max(1, _LOOKED_AT // max(1, len(parts)))
+        self._weights = {part: all_[:: -(-len(all_) // most)] for part, all_ in parts.items()}
+        self._versions = self._versions_now()
+        self._put()
+
+    def end_step(self) -> None:
+        """A safe point was reached."""
+        self._loaded = {}
+        before, self._versions = self._versions, self._versions_now()
+        for part, now, then in zip(self._weights, self._versions, before, strict=True):
+            if now == then and part not in self._adding_up and self._are_of_use(part):
+                self._adding_up.add(part)
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Model -> parameter -> gradient; empty for a loop that updates in each step."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name, key, grad in self._gradients(self._adding_up):
+            if grad.any():
+                found.setdefault(name, {})[key] = grad
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Raises:
+        StateMismatch: a model has no such parameter.
+        """
+        self._loaded = state
+        self._adding_up.update((name, _part(key)) for name, grads in state.items() for key in grads)
+        self._put()
+
+    def _put(self) -> None:
+        models = modules_in(self._models()) if self._loaded else {}
+        for name, grads in self._loaded.items():
+            parameters = dict(models[name].named_parameters()) if name in models else {}
+            for key, saved in grads.items():
+                one = parameters.get(key)
+                if one is None or local_of(one).shape != saved.shape:
+                    raise StateMismatch(
+                        f"the checkpoint has a gradient of shape {list(saved.shape)} for {key} of "
+                        f"{name}, which this model does not have; use another directory= to start "
+                        "anew"
+                    )
+                one.grad = torch.zeros_like(one)
+                local_of(one.grad).copy_(saved)
+
+    def _are_of_use(self, part: Part) -> bool:
+        """Whether there are any, and no GradScaler has left the step out because of them."""
+        grads = [one for _, _, one in self._gradients({part})]
+        return any(one.any() for one in grads) and all(one.isfinite().all() for one in grads)
+
+    def _versions_now(self) -> list[int]:
+        return [sum(one._version for one in some) for some in self._weights.values()]
+
+    def _gradients(self, parts: Collection[Part]) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Those of some parts, each with the names of its model and its parameter."""
+        for name, model in modules_in(self._models()).items() if parts else ():
+            for key, one in model.named_parameters():
+                is_there = one.grad is not None and one.grad.layout is torch.strided
+                if is_there and (name, _part(key)) in parts:
+                    yield name, key, local_of(one.grad).detach()
+
+
+def _part(key: str) -> str:
+    return key.partition(".")[0]

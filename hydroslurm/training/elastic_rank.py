@@ -48,7 +48,7 @@ from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.rank_group import notice, warning
 from hydroslurm.training.script import names_of
 from hydroslurm.training.step_undo import StepUndo
 

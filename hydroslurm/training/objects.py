@@ -25,6 +25,9 @@ from hydroslurm.checkpoint.tree import like_of
 from hydroslurm.errors import CheckpointError, StateMismatch, UnsavableState, UsageError
 from hydroslurm.runtime.engine import Engine
 
+Models = Callable[[], Mapping[str, Any]]
+"""The models that are trained, by name, as DDP has wrapped them; asked for once they exist. What is
+no module is passed over."""
 _FIXED = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, GradScaler)
 """Classes whose objects make nothing new when they are loaded."""
 _LOADED_LAST = ("model", "optimizer", "scheduler", "scaler")

@@ -7,7 +7,9 @@ what Slurm said, whether it was requeued) reaches all ranks before any of them a
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +19,8 @@ from hydroslurm.checkpoint.peers import SOLO, Peers
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import AgreementFailed, HydroslurmError, RanksError, UsageError
 from hydroslurm.runtime.controller import Controller, StopRequest
-from hydroslurm.training.reporting import warning
 
+LOGGER = logging.getLogger("hydroslurm")
 CALL_AGAIN_S = 5.0
 """A save that was called for is called for again when no safe point has met it for so long."""
 GATHER_LOOK_S = 0.25
@@ -27,6 +29,30 @@ STOPPED_GATHER_S = 1.5
 to save, and little time."""
 NEWS_S = 1.0
 """How long after a failed collective the news of a rank's death is waited for."""
+
+
+def notice(text: str) -> None:
+    """Log one line of normal progress, at level INFO."""
+    _log(logging.INFO, text)
+
+
+def warning(text: str) -> None:
+    """Log one line that somebody has to see: it shows after ``logging.basicConfig()``, too."""
+    _log(logging.WARNING, text)
+
+
+def _log(level: int, text: str) -> None:
+    """A program that has set up logging gets it there. Without any handler Python would drop
+    everything below WARNING, and a job's log must say where the run resumed from, so one of our own
+    on stderr takes its place.
+    """
+    LOGGER.disabled = False  # dictConfig() disables the loggers that it does not name
+    if not LOGGER.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("hydroslurm: %(message)s"))
+        LOGGER.addHandler(handler)
+        LOGGER.setLevel(logging.INFO)
+    LOGGER.log(level, text)
 
 
 class RankGroup:

@@ -37,7 +37,7 @@ from hydroslurm.slurm.stops import (
 )
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import Ending, StopPlan
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.rank_group import notice, warning
 
 ANSWER_S = 2.0
 """How long a save waits for Slurm to say why; waiting longer would eat into the grace."""

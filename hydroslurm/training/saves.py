@@ -1,4 +1,5 @@
-"""``Saves``: when a run saves, and what its newest save has of its current state."""
+"""``Saves``: when a run saves, what its newest save has of its current state, and how saves are
+recorded."""
 
 from __future__ import annotations
 
@@ -8,15 +9,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint.saver import Saved, Saver
+from hydroslurm.checkpoint.saver import Saved, SaveEvent, Saver
 from hydroslurm.checkpoint.store import Checkpoint, State
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import UnsavableState
+from hydroslurm.gate.marks import Range
+from hydroslurm.runtime.controller import Controller
 from hydroslurm.training.attempts import CurrentAttempt, losses
 from hydroslurm.training.cadence import Cadence
 from hydroslurm.training.contents import Contents
 from hydroslurm.training.objects import Composition, OutgrownState
-from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.rank_group import RankGroup, notice, warning
+
+_OVER = (EventKind.SAVE_COMMITTED, EventKind.SAVE_FAILED, EventKind.SAVE_ABANDONED)
 
 
 class Saves:
@@ -181,6 +186,42 @@ class Saves:
         self._cadence = replace(before, stall_s=stall_s, save_s=save_s, losses=lost, ran_s=ran_s)
         if self._cadence.interval_s < before.interval_s == before.every_s:
             self._rank_group.log(self._cadence.reason(), log=notice)
+
+
+class SaveRecorder:
+    """Gets the events of one saver, from whatever thread, and writes them into the rank's log."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._saving: dict[tuple[int, str], int] = {}
+        self._committing: dict[tuple[int, str], int] = {}
+
+    def __call__(self, event: SaveEvent) -> None:
+        self._mark(event)
+        self._controller.record(
+            event.kind,
+            {
+                "checkpoint_step": event.step,
+                "save_kind": event.save_kind,
+                "state_bytes": event.state_bytes,
+                "seconds": event.seconds,
+                "reason": event.reason,
+            },
+            mono_ns=event.mono_ns,
+        )
+
+    def _mark(self, event: SaveEvent) -> None:
+        marks = self._controller.marks
+        if not marks.emitting:
+            return
+        save = event.step, event.save_kind  # the stop's may be beside a periodic one of its step
+        if event.kind is EventKind.SAVE_STARTED:
+            self._saving[save] = marks.begin(Range.SAVING, event.step)
+        elif event.kind is EventKind.SAVE_WRITTEN:
+            self._committing[save] = marks.begin(Range.COMMITTING, event.step)
+        elif event.kind in _OVER:
+            marks.end_once(self._committing, save)
+            marks.end_once(self._saving, save)
 
 
 def _identity(root: Path) -> tuple[int, int] | None:

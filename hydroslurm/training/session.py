@@ -61,12 +61,11 @@ from hydroslurm.training.claim import (
     run_directory,
 )
 from hydroslurm.training.contents import Contents
-from hydroslurm.training.gradients import Models
-from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import SaveRecorder, notice, warning
-from hydroslurm.training.saves import Saves
+from hydroslurm.training.loggers import Trackers
+from hydroslurm.training.objects import Models
+from hydroslurm.training.rank_group import RankGroup, notice, warning
+from hydroslurm.training.saves import SaveRecorder, Saves
 from hydroslurm.training.stopping import StopHandler, Stopping
-from hydroslurm.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from hydroslurm.training.elastic_rank import ElasticRank

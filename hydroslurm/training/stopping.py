@@ -52,8 +52,7 @@ from hydroslurm.errors import (
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.attempts import CurrentAttempt, StopPlan
-from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.rank_group import RankGroup, notice, warning
 
 if TYPE_CHECKING:
     from hydroslurm.training.requeue import JobStop

@@ -11,8 +11,7 @@ import pytest
 import zygote
 from integrations.proofs import ACCELERATE, LIGHTNING, TRANSFORMERS
 
-from hydroslurm.integrations import loggers
-from hydroslurm.training import trackers
+from hydroslurm.training import loggers
 
 SCENES = Path(__file__).with_name("logging_scenes.py")
 TRACKERS = ("mlflow", "wandb")
@@ -32,7 +31,7 @@ def test_a_damaged_file_of_ids_costs_no_training(
     else:
         (tmp_path / "loggers.json").write_text(damaged)
     with caplog.at_level("WARNING", logger="hydroslurm"):
-        trackers.Trackers(tmp_path, anew=False, is_first=True)
+        loggers.Trackers(tmp_path, anew=False, is_first=True)
     assert "is damaged" in caplog.text
     assert "WANDB_RUN_ID" not in os.environ
 

@@ -4,6 +4,7 @@ comes back to none is told."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training.loop import Pole
 from zygote import forked
 
-from hydroslurm.training.gradients import BucketOrders
+from hydroslurm.training.buckets import STATIC_GRAPH, BucketOrders
+from hydroslurm.training.contents import Contents
 
 TESTS = Path(__file__).resolve().parents[1]
 RANKS = f"""
@@ -78,8 +80,11 @@ def test_a_static_graph_is_told(tmp_path: Path) -> None:
     try:
         model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
         model(torch.ones(1, 2)).sum().backward()
-        assert BucketOrders(lambda: {"model": model}, world_size=3).has_static_graph()
-        assert BucketOrders(lambda: {"model": model}, world_size=3).state_dict() == []
-        assert not BucketOrders(lambda: {"model": model}, world_size=2).has_static_graph()
+        orders = BucketOrders(lambda: {"model": model})
+        assert list(orders.findings()) == [STATIC_GRAPH]
+        assert orders.state_dict() == []
+        groups = [SimpleNamespace(rank=0, world_size=ranks) for ranks in (2, 3)]
+        made = [Contents(group, trackers=None).bucket_orders for group in groups]  # type: ignore[arg-type]
+        assert [one is None for one in made] == [True, False], "two ranks need no order"
     finally:
         dist.destroy_process_group()

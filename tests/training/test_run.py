@@ -16,7 +16,7 @@ from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop
 import hydroslurm
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.errors import RunFolderError, UnsavableState, UsageError
-from hydroslurm.training import reporting
+from hydroslurm.training import rank_group
 from hydroslurm.training.attempts import AttemptLog, Limits
 
 EPOCHS = 3
@@ -190,10 +190,10 @@ def test_what_somebody_has_to_see_is_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shows after logging.basicConfig(), and after a dictConfig() that names other loggers."""
-    monkeypatch.setattr(reporting.LOGGER, "disabled", True)
+    monkeypatch.setattr(rank_group.LOGGER, "disabled", True)
     with caplog.at_level("WARNING", logger="hydroslurm"):
-        reporting.notice("a new run")
-        reporting.warning("nothing was saved")
+        rank_group.notice("a new run")
+        rank_group.warning("nothing was saved")
     assert caplog.messages == ["nothing was saved"]
 
 

@@ -50,7 +50,7 @@ from hydroslurm.integrations.fused.trial import (
 )
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.claim import run_directory
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.rank_group import notice
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
 

@@ -1,9 +1,4 @@
-"""Gradients: those that a loop adds up over several of its steps, and the order in which
-DistributedDataParallel sums them.
-
-Most loops leave gradients behind that nobody uses again. Those of a part of a model count from the
-first step on that was trained without an update of its weights; they are looked at only in such
-steps and when something is saved.
+"""The order in which DistributedDataParallel sums gradients.
 
 DistributedDataParallel sums gradients in buckets. It guesses the first ones, and once per process
 rebuilds them in the order in which the gradients of the first backward arrived. So the first step
@@ -16,113 +11,16 @@ checkpoint has the order, and the next attempt begins with it, before its first 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.tree import local_of
-from hydroslurm.errors import StateMismatch
-from hydroslurm.training.objects import inside, modules_in
-from hydroslurm.training.reporting import warning
-
-_LOOKED_AT = 16
-"""Weights, spread over a model and its parts, by which it is seen that an optimizer has stepped."""
-Models = Callable[[], Mapping[str, Any]]
-"""The models that are trained, by name, as DDP has wrapped them; asked for when they are there.
-What is no module is passed over."""
-Part: TypeAlias = tuple[str, str]
-"""A model's name, and the first word in the names of some of its parameters."""
-
-
-class Gradients:
-    """Of one rank."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._weights: dict[Part, list[torch.Tensor]] = {}
-        self._versions: list[int] = []
-        self._adding_up: set[Part] = set()
-        self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
-
-    def begin(self) -> None:
-        """The first step comes next. What was loaded is put in place again: a loop may have zeroed
-        its gradients before it begins."""
-        parts: dict[Part, list[torch.Tensor]] = {}
-        for name, model in modules_in(self._models()).items():
-            for key, one in model.named_parameters():
-                if one.requires_grad:
-                    parts.setdefault((name, _part(key)), []).append(one)
-        most = max(1, _LOOKED_AT // max(1, len(parts)))
-        self._weights = {part: all_[:: -(-len(all_) // most)] for part, all_ in parts.items()}
-        self._versions = self._versions_now()
-        self._put()
-
-    def end_step(self) -> None:
-        """A safe point was reached."""
-        self._loaded = {}
-        before, self._versions = self._versions, self._versions_now()
-        for part, now, then in zip(self._weights, self._versions, before, strict=True):
-            if now == then and part not in self._adding_up and self._are_of_use(part):
-                self._adding_up.add(part)
-
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Model -> parameter -> gradient; empty for a loop that updates in each step."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for name, key, grad in self._gradients(self._adding_up):
-            if grad.any():
-                found.setdefault(name, {})[key] = grad
-        return found
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Raises:
-        StateMismatch: a model has no such parameter.
-        """
-        self._loaded = state
-        self._adding_up.update((name, _part(key)) for name, grads in state.items() for key in grads)
-        self._put()
-
-    def _put(self) -> None:
-        models = modules_in(self._models()) if self._loaded else {}
-        for name, grads in self._loaded.items():
-            parameters = dict(models[name].named_parameters()) if name in models else {}
-            for key, saved in grads.items():
-                one = parameters.get(key)
-                if one is None or local_of(one).shape != saved.shape:
-                    raise StateMismatch(
-                        f"the checkpoint has a gradient of shape {list(saved.shape)} for {key} of "
-                        f"{name}, which this model does not have; use another directory= to start "
-                        "anew"
-                    )
-                one.grad = torch.zeros_like(one)
-                local_of(one.grad).copy_(saved)
-
-    def _are_of_use(self, part: Part) -> bool:
-        """Whether there are any, and no GradScaler has left the step out because of them."""
-        grads = [one for _, _, one in self._gradients({part})]
-        return any(one.any() for one in grads) and all(one.isfinite().all() for one in grads)
-
-    def _versions_now(self) -> list[int]:
-        return [sum(one._version for one in some) for some in self._weights.values()]
-
-    def _gradients(self, parts: Collection[Part]) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Those of some parts, each with the names of its model and its parameter."""
-        for name, model in modules_in(self._models()).items() if parts else ():
-            for key, one in model.named_parameters():
-                is_there = one.grad is not None and one.grad.layout is torch.strided
-                if is_there and (name, _part(key)) in parts:
-                    yield name, key, local_of(one.grad).detach()
-
-
-def _part(key: str) -> str:
-    return key.partition(".")[0]
-
-
-# --- DDP's buckets
-# ------------------------------------------------------------------------------------------------
+from hydroslurm.training.objects import Models, inside
+from hydroslurm.training.rank_group import warning
 
 STATIC_GRAPH = (
     "DistributedDataParallel(static_graph=True) makes other buckets after the second step of a "
@@ -133,23 +31,22 @@ STATIC_GRAPH = (
 
 
 class BucketOrders:
-    """What a run saves and resumes of its models' buckets. With two ranks no order matters."""
+    """What a run of three ranks or more saves and resumes of its models' buckets."""
 
-    def __init__(self, models: Models, *, world_size: int) -> None:
+    def __init__(self, models: Models) -> None:
         self._models = models
-        self._matters = world_size > 2
         self._orders: Sequence[list[int] | None] = ()
 
     def state_dict(self) -> list[list[int] | None]:
         """To be saved: an order for each model, or nothing. A collective, in the first call behind
         the first step."""
-        if self._matters and not any(self._orders):
+        if not any(self._orders):
             self._orders = [bucket_order(model) for model in self._models().values()]
         return list(self._orders) if any(self._orders) else []
 
     def load_state_dict(self, orders: Sequence[list[int] | None]) -> None:
         """Begin with buckets in the order that was saved. A collective."""
-        self._orders = orders if self._matters else ()
+        self._orders = orders
         for model, order in zip(self._models().values(), self._orders, strict=False):
             if order and not settle_buckets(model, order):
                 warning(
@@ -157,10 +54,11 @@ class BucketOrders:
                     "the first step of this attempt may differ in the last bits"
                 )
 
-    def has_static_graph(self) -> bool:
-        """Whether one of the models has buckets that cannot be made equal."""
-        found = map(_ddp_in, self._models().values()) if self._matters else ()
-        return any(ddp is not None and ddp.static_graph for ddp in found)
+    def findings(self) -> Iterator[str]:
+        """Say whether one of the models has buckets that cannot be made equal."""
+        found = map(_ddp_in, self._models().values())
+        if any(ddp is not None and ddp.static_graph for ddp in found):
+            yield STATIC_GRAPH
 
 
 def is_settled(model: Any) -> bool | None:
