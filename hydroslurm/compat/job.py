@@ -36,7 +36,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -92,7 +92,7 @@ class Task:
         takes_job: it has a parameter, to which the job is passed.
         node: where Caffe2 would run it; here all ranks run all tasks. Listed by
             ``job.nodes_to_checkpoint()``.
-        output: what :meth:`outputs` records, or None.
+        records: whether :meth:`fetch` has the return value of the last call; see :meth:`outputs`.
     """
 
     def __init__(
@@ -114,29 +114,47 @@ class Task:
         self.function = step
         self.takes_job = _takes_job(step, self.name)
         self.node = node
-        self.output: TaskOutput | None = None
+        self.records = False
+        self._value: tuple[Any, ...] = ()
         self._group = group or _here.within[-1][1]
         if self._group is not None:
             self._group.add(self)
 
-    def outputs(self) -> tuple[TaskOutput, ...]:
-        """Return the function's output, one value; it is recorded from now on."""
-        self.output = self.output or TaskOutput(self.name)
-        return (self.output,)
+    def outputs(self) -> tuple[Task, ...]:
+        """Return the one output, which is the task itself: its return value is recorded from now
+        on. As a stop signal it is read after each epoch."""
+        self.records = True
+        return (self,)
 
-    def fetch(self) -> bool:
-        """As a stop signal: ask it.
+    def fetch(self) -> Any:
+        """Return the value of the last call. A stop signal that is no output is asked now.
 
         Raises:
-            UsageError: it needs a running job, as an epoch limit does.
+            UsageError: the task has not run, or the signal needs a running job, as an epoch limit
+                does.
         """
-        return bool(self(None if self._group is None else self._group.job))
+        if not self.records:
+            return bool(self(None if self._group is None else self._group.job))
+        if not self._value:
+            raise UsageError(f"the task {self.name} has not run, so it has no output")
+        return self._value[0]
+
+    def set(self, value: Any) -> None:
+        """Record the return value, of now or of an earlier attempt."""
+        self._value = (value,)
+
+    def ends_job(self) -> bool:
+        """Whether it says so, as a stop signal; an output does not before the first call."""
+        return bool((self._value or not self.records) and self.fetch())
 
     def __call__(self, job: Job | None = None) -> Any:
         value = self.function(job) if self.takes_job else self.function()
-        if self.output is not None:
-            self.output.set(value)
+        if self.records:
+            self.set(value)
         return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_value": ()}
 
 
 def _name_of(function: Any) -> str:
@@ -156,35 +174,6 @@ def _takes_job(function: Callable[..., Any], name: str) -> bool:
             "itself, or with nothing. Bind the rest with functools.partial"
         )
     return bool(needed)
-
-
-class TaskOutput:
-    """The return value of a task. As a stop signal it is evaluated after each epoch."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._value: tuple[Any, ...] = ()
-
-    def fetch(self) -> Any:
-        """Return the value of the last call.
-
-        Raises:
-            UsageError: it has not been called.
-        """
-        if not self._value:
-            raise UsageError(f"the task {self._name} has not run, so it has no output")
-        return self._value[0]
-
-    def set(self, value: Any) -> None:
-        """Record the task's return value, from now or the previous attempt."""
-        self._value = (value,)
-
-    def __call__(self) -> bool:
-        """Return its truth as a stop signal; False before the first call."""
-        return bool(self._value and self._value[0])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_name": self._name, "_value": ()}
 
 
 class TaskGroup:
@@ -225,11 +214,13 @@ class TaskGroup:
         _here.within.pop()
 
     def __call__(self) -> None:
-        if self.job is None:
-            for task in self._tasks:
-                task()
-        else:
-            self.job.call(self)
+        job = self.job
+        with nullcontext() if job is None else job.as_current():
+            if job is not None and job.is_running:
+                job.run.walk(self)
+            else:
+                for task in self._tasks:
+                    task(job)
 
     def __repr__(self) -> str:
         return f"TaskGroup({self.name!r})"
@@ -403,7 +394,11 @@ class Job:
         answer differently after a restart: an output is saved with the job, a flag or a tensor is
         not.
         """
-        if not any(added.function is signal for added in self._signals.tasks()):
+        if any(signal is added or signal is added.function for added in self.stop_signals):
+            return signal
+        if isinstance(signal, Task):
+            self._signals.add(signal)
+        else:
             Task(_function_of(signal), group=self._signals)
         return signal
 
@@ -451,28 +446,22 @@ class Job:
         return self.init_group.used_nodes() if self._nodes is None else self._nodes
 
     @property
-    def stop_signals(self) -> tuple[TaskOutput | Task, ...]:
+    def stop_signals(self) -> tuple[Task, ...]:
         """Conditions that end the job, in order. ``fetch()`` of each says, after an epoch, whether
         that was the last one."""
-        return tuple(
-            signal.function if isinstance(signal.function, TaskOutput) else signal
-            for signal in self._signals.tasks()
-        )
+        return self._signals.tasks()
 
     stop_conditions = stop_signals
     """Name in later versions of Caffe2."""
 
-    def signal_outputs(self) -> dict[str, TaskOutput]:
-        """Index in the epoch group -> the output of that task, for those that are stop signals."""
-        return {
-            str(number): task.output
-            for number, task in enumerate(self.epoch_group.tasks())
-            if task.output is not None and task.output in self.stop_signals
-        }
+    def signal_outputs(self) -> dict[str, Task]:
+        """Index in the epoch group -> the task there, if its output is a stop signal."""
+        tasks = enumerate(self.epoch_group.tasks())
+        return {str(n): task for n, task in tasks if task.records and task in self.stop_signals}
 
     def ask_stop_signals(self) -> bool:
         """Whether the completed epoch was the last one."""
-        answers = [signal.fetch() for signal in self._signals.tasks()]
+        answers = [signal.ends_job() for signal in self.stop_signals]
         return any(answers)
 
     def signature(self) -> tuple[str, ...]:
@@ -512,16 +501,6 @@ class Job:
                 f"{self!r} has no stop signal and would never end; "
                 "job.add_stop_signal(hydroslurm.epoch_limiter(10)) ends it after ten epochs"
             )
-
-    def call(self, group: TaskGroup) -> None:
-        """Call the functions of one of its groups, as the current job; those that remain, if a
-        JobRunner runs it."""
-        with self.as_current():
-            if self._run is not None:
-                self._run.walk(group)
-                return
-            for task in group.tasks():
-                task(self)
 
     @contextmanager
     def running(self, run: JobRun) -> Iterator[None]:

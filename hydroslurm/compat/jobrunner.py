@@ -420,7 +420,7 @@ class JobRun:
             if not in_epoch:
                 continue
             if (place := str(number)) in signals:
-                progress.outputs[place] = signals[place]()
+                progress.outputs[place] = task.ends_job()
             cursor.restore_rng()
             if cursor.step_has_begun:  # it left its loop early, with a batch trained on
                 cursor.count_step()

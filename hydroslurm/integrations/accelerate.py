@@ -134,41 +134,6 @@ def completed_steps(accelerator: Any) -> int:
 
 
 @dataclass(eq=False)
-class Loader:
-    """One of those that the script iterates.
-
-    Attributes:
-        number: in the order in which ``prepare()`` was given them.
-        current: its newest iteration.
-        resumes: its next iteration goes on where one was saved.
-        is_left: there is a batch in the epoch of that one.
-    """
-
-    prepared: PreparedLoader
-    number: int
-    current: Iteration | None = None
-    resumes: bool = False
-    is_left: bool = True
-
-    @property
-    def own(self) -> Any:
-        """accelerate's."""
-        return self.prepared.own
-
-    @property
-    def name(self) -> str:
-        """As a person counts them."""
-        return f"loader {self.number + 1} of those that prepare() was given"
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether an iteration that has a position is not at its end, and the script still has it;
-        one that a resumed script is still to make, too."""
-        batches = None if self.current is None else self.current.batches()
-        return self.resumes or (batches is not None and batches.gi_frame is not None)
-
-
-@dataclass(eq=False)
 class Iteration:
     """One way through a loader.
 
@@ -178,7 +143,7 @@ class Iteration:
         batches: what the script has; None once it has it no more.
     """
 
-    loader: Loader
+    loader: PreparedLoader
     resumes: bool
     may_lead: bool = False
     is_held: bool = False
@@ -206,13 +171,13 @@ class Loop:
             environ=environ,
             **{**options, "directory": place},
         )
-        self._loaders: list[Loader] = []
+        self._loaders: list[PreparedLoader] = []
         self._saved: Mapping[str, Any] | None = None
         self._at_safe_point: dict[str, Any] = {}
         self._began_at = 0
         self._epoch: int | None = None
         self._is_last_epoch = self._is_entered = False
-        self._leading: Loader | None = None
+        self._leading: PreparedLoader | None = None
         self._led: list[int] = []  # the epoch, until another one of the same chain() did
         self._handed_out: list[Iteration] = []  # to train on in this step, the first one first
         self._weights: list[torch.Tensor] = []
@@ -290,19 +255,19 @@ class Loop:
         """
         _require_known(own, self._accelerator.gradient_state)
         number = len(self._loaders)
-        loader = Loader(PreparedLoader(self.run, own, name=str(number)), number)
+        loader = PreparedLoader(self.run, own, name=str(number), number=number)
         self._loaders.append(loader)
         each = (self._saved or {}).get("each", ())
         saved = each[number] if number < len(each) else None
         if saved is not None and saved["is_held"]:
-            loader.prepared.hold()
+            loader.hold()
             loader.resumes = saved["is_under_way"]
         return StandIn(own, iterate=partial(self._iterate, loader))
 
     # --- one iteration
     # --------------------------------------------------------------------------------------------
 
-    def _iterate(self, loader: Loader) -> Iterator[Any]:
+    def _iterate(self, loader: PreparedLoader) -> Iterator[Any]:
         one = Iteration(loader, resumes=loader.resumes)
         if one.resumes:  # as it is made: it may be dropped before it begins, and is over then
             loader.resumes, loader.current = False, one
@@ -362,9 +327,9 @@ class Loop:
             self.run.complete_step(self.run.step + 1, epoch=self._epoch)
         elif self._leading is not None and has_stepped:
             self._say(
-                f"{one.loader.name} is trained from behind the batches of another one in the same "
-                "epoch: a stop waits for the next epoch, and a restart repeats this part. One loop "
-                "over itertools.chain() of both stops at each step"
+                f"{_name(one.loader)} is trained from behind the batches of another one in the "
+                "same epoch: a stop waits for the next epoch, and a restart repeats this part. One "
+                "loop over itertools.chain() of both stops at each step"
             )
 
     def _begin(self, one: Iteration) -> None:
@@ -392,8 +357,8 @@ class Loop:
             return
         self._require_alone(one)
         loader.current = one
-        if not loader.prepared.is_held:
-            loader.prepared.hold()
+        if not loader.is_held:
+            loader.hold()
 
     def _has_led(self, one: Iteration) -> bool:
         """Whether a resumed epoch is behind all batches of this one, the first of a chain()."""
@@ -403,30 +368,30 @@ class Loop:
         return loader.number in saved["led"] and loader.number != saved["leading"]
 
     def _first_batch(self, one: Iteration) -> tuple[Any, Iterator[Any]]:
-        loader, prepared, state = one.loader, one.loader.prepared, self._accelerator.gradient_state
+        loader, state = one.loader, self._accelerator.gradient_state
         if one.is_held and not one.resumes:
-            prepared.begin_anew()
+            loader.begin_anew()
         if one.resumes and not loader.is_left:
             loader.own.iteration += 1  # as accelerate does behind the last batch
             loader.own.end()
             return _NONE, iter(())
         under_way = list(state.dataloader_references)
-        with self.run.handing_out() if one.is_held else prepared.set_aside():
-            source = iter(prepared.to_iterate if one.is_held else loader.own)
+        with self.run.handing_out() if one.is_held else loader.set_aside():
+            source = iter(loader.to_iterate if one.is_held else loader.own)
             batch = next(source, _NONE)
         if one.resumes:
-            prepared.is_iterated()
+            loader.is_iterated()
             if batch is not _NONE:  # it was among them when it was saved
                 state.dataloader_references = under_way
         return batch, source
 
-    def _trains_from(self, loader: Loader, one: Iteration) -> bool:
+    def _trains_from(self, loader: PreparedLoader, one: Iteration) -> bool:
         """Whether the batches of an iteration that begins now are trained on. A script may put its
         models into training mode only when it has the batch."""
         if self._epoch is None or not torch.is_grad_enabled():
             return False
-        is_known = loader.number == 0 or loader.prepared.is_held
-        is_free = loader.current in (None, one) or not loader.is_under_way
+        is_known = loader.number == 0 or loader.is_held
+        is_free = loader.current in (None, one) or not _is_under_way(loader)
         return (is_known and is_free) or self._is_training()
 
     def _is_training(self) -> bool:
@@ -439,14 +404,14 @@ class Loop:
     # --------------------------------------------------------------------------------------------
 
     def _require_alone(self, one: Iteration) -> None:
-        if one.loader.current is not one and one.loader.is_under_way:
+        if one.loader.current is not one and _is_under_way(one.loader):
             self._refuse(
-                f"{one.loader.name} is iterated twice at a time, and it has one position: give "
+                f"{_name(one.loader)} is iterated twice at a time, and it has one position: give "
                 "prepare() a loader for each"
             )
         if self._is_early and _is_held_by(one, itertools.cycle):
             self._refuse(
-                f"itertools.cycle() keeps the batches of {one.loader.name}, and hands them out "
+                f"itertools.cycle() keeps the batches of {_name(one.loader)}, and hands them out "
                 "again: a resumed run would have those that were left when it was stopped. Write "
                 "`def endless(loader): while True: yield from loader`, and iterate endless(loader)"
             )
@@ -463,7 +428,7 @@ class Loop:
             )
         if self._epoch is not None and self.run.trains:
             self._refuse(
-                f"a batch of {one.loader.name} was fetched before the first step, or while all "
+                f"a batch of {_name(one.loader)} was fetched before the first step, or while all "
                 "models were in evaluation mode, and one is trained on now from the same iterator: "
                 "a resumed run would fetch that first one again. Fetch it in the step that uses "
                 "it, within epochs(), behind model.train()"
@@ -493,8 +458,8 @@ class Loop:
             self.run.begin()
             return
         for loader, each in zip(self._loaders, saved["each"], strict=False):
-            if loader.prepared.is_held and each["is_under_way"]:
-                loader.is_left = loader.prepared.open()
+            if loader.is_held and each["is_under_way"]:
+                loader.is_left = loader.open()
         self.run.begin()
         self._leading, self._led = self._loaders[saved["leading"]], list(saved["led"])
         for loader, each in zip(self._loaders, saved["each"], strict=False):
@@ -513,9 +478,9 @@ class Loop:
             "open": [numbers[id(one)] for one in references if id(one) in numbers],
             "each": [
                 {
-                    "is_held": one.prepared.is_held,
-                    "is_under_way": one.is_under_way,
-                    "iteration": one.prepared.iteration,
+                    "is_held": one.is_held,
+                    "is_under_way": _is_under_way(one),
+                    "iteration": one.iteration,
                     "end": bool(one.own.end_of_dataloader),
                     "remainder": int(one.own.remainder),
                 }
@@ -558,6 +523,18 @@ def _loop_of(accelerator: Any) -> Loop:
 def _unwrapped(thing: Any) -> Any:
     """A scheduler of torch's shows whose it is, accelerate's around it does not."""
     return thing.scheduler if type(thing).__name__ == "AcceleratedScheduler" else bare(thing)
+
+
+def _name(loader: PreparedLoader) -> str:
+    """As a person counts them."""
+    return f"loader {loader.number + 1} of those that prepare() was given"
+
+
+def _is_under_way(loader: PreparedLoader) -> bool:
+    """Whether an iteration that has a position is not at its end, and the script still has it; one
+    that a resumed script is still to make, too."""
+    batches = None if loader.current is None else loader.current.batches()
+    return loader.resumes or (batches is not None and batches.gi_frame is not None)
 
 
 def _is_loader(thing: Any) -> bool:

@@ -30,11 +30,20 @@ class PreparedLoader:
         name: of its state.
 
     Attributes:
+        number: of several, in the order in which the script gave them.
+        current: the newest iteration, where the loop is the script's own.
+        resumes: the next iteration resumes where one was saved.
+        is_left: that epoch has a batch left.
         to_iterate: the loader that is to be iterated. That is accelerate's own where it fetches
             from a loader of this process, which is held in its place.
     """
 
-    def __init__(self, run: FrameworkSession, own: Any, *, name: str = "train") -> None:
+    def __init__(
+        self, run: FrameworkSession, own: Any, *, name: str = "train", number: int = 0
+    ) -> None:
+        self.number = number
+        self.current: Any = None
+        self.resumes, self.is_left = False, True
         self.own = self.to_iterate = own
         self._run, self._name = run, name
         base = getattr(own, "base_dataloader", None)
