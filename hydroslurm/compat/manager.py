@@ -25,7 +25,8 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
 from hydroslurm.slurm import run_folders
 from hydroslurm.training.attempts import Limits
-from hydroslurm.training.objects import Objects
+from hydroslurm.training.objects import bare
+from hydroslurm.training.readback import read_back
 from hydroslurm.training.run import Run
 
 
@@ -42,7 +43,8 @@ class LoadedState(State):
     objects: Callable[[], Mapping[str, Any]]
 
     def __call__(self) -> None:
-        _registered(self.objects()).load(self.shared, source=self.source)
+        objects = {name: bare(thing) for name, thing in self.objects().items()}
+        read_back(objects, self.shared, source=self.source)
 
 
 class CheckpointManager:
@@ -243,13 +245,6 @@ class CheckpointManager:
         """Return the store to read from. Explicit requests may read a colleague's checkpoints; a
         job that resumes trusts only its own."""
         return CheckpointStore(RunDir(self.directory).checkpoints, storage=AnyonesStorage())
-
-
-def _registered(objects: Mapping[str, Any]) -> Objects:
-    registered = Objects()
-    for name, thing in objects.items():
-        registered.add(name, thing)
-    return registered
 
 
 def _listed(numbers: Collection[int]) -> str:

@@ -29,7 +29,6 @@ from hydroslurm.training.objects import (
     Models,
     Objects,
     Stateful,
-    changes,
     modules_in,
     require_registrable,
 )
@@ -222,8 +221,11 @@ class Contents:
         Raises:
             StateMismatch: the run cannot resume from it.
         """
+        from hydroslurm.training.readback import changed_objects, changes
+
         group = self._rank_group
-        yield from self.objects.changes(state.shared, classes=Composition.of(manifest).classes)
+        objects, was = self.objects.by_name(), Composition.of(manifest)
+        yield from changed_objects(objects, state.shared, classes=was.classes)
         if group.rank == 0:
             data, loading = state.own.get("data"), self.cursor.loading
             yield from changes(manifest, loading, world_size=group.world_size, data=data)
@@ -235,7 +237,9 @@ class Contents:
         Args:
             source: of the state, for messages.
         """
-        lost = self.objects.load(state.shared, source=source)
+        from hydroslurm.training.readback import read_back
+
+        lost = read_back(self.objects.by_name(), state.shared, source=source)
         counters = state.own["counters"]
         self.cursor.step, self.cursor.epoch = counters["step"], counters["epoch"]
         if self._is_deferred:

@@ -34,7 +34,7 @@ from hydroslurm.errors import (
     UnsavableState,
     UsageError,
 )
-from hydroslurm.training.objects import check_layout
+from hydroslurm.training.readback import check_layout
 
 FILES = ("manifest.json", "part-00000.json", "part-00000.safetensors", "shared.json")
 

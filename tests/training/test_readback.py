@@ -23,7 +23,8 @@ from hydroslurm.checkpoint import manifest
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.data import ResumableSampler
 from hydroslurm.errors import StateMismatch
-from hydroslurm.training.objects import Composition, Loading, changes
+from hydroslurm.training.objects import Composition, Loading
+from hydroslurm.training.readback import changes
 
 # what torch's load_state_dict recasts to bfloat16, makes anew from a generator, or fails at
 ODD: dict[str, Any] = {
