@@ -374,16 +374,14 @@ def _without_collections(execute: Callable[[ModuleType], object], module: Module
     no tensor yet: a model that goes is collected as ever. It thaws at the exit: a finaliser of the
     script's that hangs in a cycle with what was frozen would not run otherwise.
     """
+    from hydroslurm.core.garbage import without_gc
+
     was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with without_gc():
         execute(module)
         if was_on:
             gc.freeze()
             atexit.register(gc.unfreeze)
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _adapt(module: ModuleType, call: Callable[[ModuleType], None]) -> None:

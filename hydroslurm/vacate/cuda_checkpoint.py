@@ -7,7 +7,6 @@ The calls are made by a helper process, see :mod:`hydroslurm.vacate.helper`.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import select
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hydroslurm.core.awake_clock import AwakeClock
+from hydroslurm.core.garbage import let_collect, stop_collector
 from hydroslurm.core.proc import module_command
 from hydroslurm.errors import VacateError
 from hydroslurm.vacate.communicators import Communicators
@@ -66,7 +66,6 @@ class CudaCheckpoint:
         self._pid = os.getpid()
         self._helper: _Helper | None = None
         self._locked_bytes: int | None = None
-        self._stopped_collector = False
         self.bytes_per_s = USUAL_BYTES_PER_S
 
     def device_bytes(self) -> int:
@@ -106,16 +105,14 @@ class CudaCheckpoint:
     def _begin_locked(self) -> None:
         """No thread of this process may call CUDA from now on: it would wait with the interpreter's
         lock, which whoever is to unlock needs. The collector could, with a graph or a tensor."""
-        self._locked_bytes = self.device_bytes()
-        if gc.isenabled():
-            gc.disable()
-            self._stopped_collector = True
+        if self._locked_bytes is None:
+            self._locked_bytes = self.device_bytes()
+            stop_collector()
 
     def _end_locked(self) -> None:
-        self._locked_bytes = None
-        if self._stopped_collector:
-            self._stopped_collector = False
-            gc.enable()
+        if self._locked_bytes is not None:
+            self._locked_bytes = None
+            let_collect()
 
     def checkpoint(self, timeout_s: float) -> int:
         """LOCKED -> CHECKPOINTED; returns the bytes that are free now."""

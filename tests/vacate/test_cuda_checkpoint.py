@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from vacate.model import FAULTS, STEPS, state_of
 
+from hydroslurm.core.garbage import without_gc
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
 from hydroslurm.vacate.helper import CudaApi, Refused, serve
@@ -267,7 +268,8 @@ def test_communicators_are_suspended_and_resumed(
     first, second = list[str](), list[str]()
     groups += [_Group(first), _Group(second, fails)]
     one = VacateRound(backend(*([fault] if fault else [])), topic="t", limits=SHORT)
-    gone = one.vacate()
+    with without_gc():  # a save that ends meanwhile
+        gone = one.vacate()
     assert (gone.done, gone.lost) == (away, False)
     assert ("NCCL says no to suspend" in gone.reason) == (fails == "suspend")
     if away:
