@@ -225,6 +225,7 @@ class EventLog:
         """Write one line."""
         if self.path is None:
             return
+        message = ""
         with self._lock:
             try:
                 if self._fd is None:
@@ -234,14 +235,17 @@ class EventLog:
                 self._close()  # the next try looks whether a line was torn
                 self._dropped += 1
                 if self._dropped == 1:
-                    self._say(
-                        f"hydroslurm: events cannot be written to {self.path} ({error}); training "
-                        "goes on and pausing still works. Until there is room again they are lost"
+                    message = (
+                        f"events cannot be written to {self.path} ({error}); training goes on and "
+                        "pausing still works. Until there is room again they are lost"
                     )
-                return
-            if self._dropped:
-                self._dropped = 0
-                self._say(f"hydroslurm: events are written to {self.path} again")
+            else:
+                if self._dropped:
+                    self._dropped = 0
+                    message = f"events are written to {self.path} again"
+        if message:  # without the lock: what shows it may run operators, and be held at one
+            with contextlib.suppress(RuntimeWarning):  # an error by -W would end a thread of ours
+                warnings.warn(f"hydroslurm: {message}", RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
         with self._lock:
@@ -264,10 +268,6 @@ class EventLog:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def _say(self, message: str) -> None:
-        with contextlib.suppress(RuntimeWarning):  # an error by -W would end a thread of ours
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def _line(event: Event) -> bytes:
