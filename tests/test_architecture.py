@@ -36,8 +36,7 @@ MAY_IMPORT = {
     "checkpoint": BASE,
     "data": BASE | {"checkpoint.census", "checkpoint.rng", "checkpoint.tree"},
     "parallel": COORDINATION,
-    "elastic": ELASTIC
-    | {"checkpoint.tree", "data.position", "data.sampler", "runtime.child_signals"},
+    "elastic": ELASTIC | {"checkpoint.tree", "data.position", "data.sampler", "runtime.children"},
     "training": TRAINING,
     "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},

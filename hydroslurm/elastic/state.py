@@ -52,7 +52,7 @@ from hydroslurm.elastic.roster import Depart, Form
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import UnsavableState, UsageError
 from hydroslurm.gate.handlers import kernel_kept
-from hydroslurm.runtime.child_signals import workers_shielded
+from hydroslurm.runtime.children import workers_shielded
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,13 +7,13 @@ How each kind of process is covered:
 
 - **the rank before and after**: :func:`hydroslurm.runtime.autoload.hold` and ``keep_alive``.
 - **the rank**: our handlers are installed last, call the handlers they replaced, and are removed
-  only where they are still installed. Python sees handlers that lead to ours
-  (:mod:`hydroslurm.gate.handlers`); :mod:`hydroslurm.runtime.guard` replaces later ones again.
+  only where they are still installed. Python sees handlers that lead to ours,
+  and later ones are replaced again (:mod:`hydroslurm.gate.handlers`).
 - **a forked child** (DataLoader workers by default): inherits the handlers, which do nothing in a
   child. So it neither pauses nor dies at a pause signal; nor, once stops are claimed, at a SIGTERM
   that its parent or the rank did not send.
 - **a program started with exec**: has default dispositions, of which USR1 and USR2 kill and TSTP
-  stops, so these are blocked (:mod:`hydroslurm.runtime.child_signals`). SIGTERM acts on it as it
+  stops, so these are blocked (:mod:`hydroslurm.runtime.children`). SIGTERM acts on it as it
   would without us.
 - **a child of multiprocessing** stops with its rank (:mod:`hydroslurm.runtime.children`).
 - **a process started with a signal ignored** (nohup, some batch wrappers): still ignores it, unless
@@ -174,5 +174,5 @@ class SignalPlan:
 
 def is_ours_alone(replaced: Mapping[str, object]) -> bool:
     """Whether the signal of a ``handler_replaced`` event still does only what hydroslurm says.
-    ``replaced``: the event's data; see :class:`hydroslurm.runtime.guard.Replaced`."""
+    ``replaced``: the event's data; see :class:`hydroslurm.gate.handlers.Replaced`."""
     return replaced.get("still_called") is False

@@ -25,7 +25,6 @@ from hydroslurm.coordination import collectives
 from hydroslurm.errors import HydroslurmError, ReductionFailed, UsageError
 from hydroslurm.parallel import node_memory, nodes
 from hydroslurm.parallel.reduction import Arithmetic, CudaCopies, Job, Reduction
-from hydroslurm.parallel.sums import TYPES
 
 PIECE_ELEMENTS = 1 << 20
 SLOTS = 4
@@ -110,8 +109,8 @@ def _check(accumulate: Any, wire: Any, piece_elements: int) -> None:
             f"accumulate={accumulate}; wanted torch.float32 or torch.float64: sums in 16 bits "
             "would lose small gradients"
         )
-    if wire is not None and wire not in TYPES:
-        kinds = ", ".join(str(kind) for kind in TYPES)
+    if wire is not None and wire not in nodes.TYPES:
+        kinds = ", ".join(str(kind) for kind in nodes.TYPES)
         raise UsageError(f"wire={wire}; wanted one of {kinds}")
     if isinstance(piece_elements, bool) or not 0 < piece_elements <= 1 << 28:
         raise UsageError(f"piece_elements={piece_elements}; wanted 1 to {1 << 28}")
@@ -181,7 +180,7 @@ class _Reducer:
             UsageError: gradients that this cannot add.
             ReductionFailed: an earlier reduction failed.
         """
-        if bucket.layout is not torch.strided or bucket.dtype not in TYPES:
+        if bucket.layout is not torch.strided or bucket.dtype not in nodes.TYPES:
             raise UsageError(
                 f"gradients of {bucket.dtype} ({bucket.layout}) cannot be reduced on the host; "
                 "wanted dense ones of float32, float64, bfloat16 or float16. Sparse gradients "

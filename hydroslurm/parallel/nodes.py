@@ -10,6 +10,7 @@ does not depend on its place in a bucket, unlike that of a ring.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,9 +23,9 @@ from torch.distributed import distributed_c10d
 
 from hydroslurm.core.proc import boot_id
 from hydroslurm.parallel.node_memory import NodeMemory
-from hydroslurm.parallel.sums import add
 
 _Gloo: Any = dist.ProcessGroupGloo  # of its methods torch's types know no names
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -141,3 +142,49 @@ class Network:
         """What each node adds of a piece; the last part may end behind the piece."""
         each = -(-count // self.nodes)
         return torch.split(self._memory.piece(slot, which, each * self.nodes, kind), each)
+
+
+# --- sums and copies in host memory
+# ------------------------------------------------------------------------------------------------
+
+
+def add(
+    out: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    *,
+    accumulate: torch.dtype,
+    scale: float = 1.0,
+) -> None:
+    """``out = scale * sum of the sources``; all of one length.
+
+    Element by element, in the order of the sources and in the accumulation type, rounded once: the
+    result of an element depends neither on its place nor on the processor.
+    """
+    block = _block()
+    for to, first, *rest in zip(*(torch.split(one, block) for one in (out, *sources)), strict=True):
+        total = to if to.dtype is accumulate else torch.empty_like(to, dtype=accumulate)
+        if rest and first.dtype is accumulate:
+            torch.add(first, rest.pop(0), out=total)
+        else:
+            total.copy_(first)
+        for one in rest:
+            total += one
+        if scale != 1.0:
+            total *= scale
+        if total is not to:
+            to.copy_(total)
+
+
+def copy(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Of one length; converted where the types differ."""
+    if out.dtype is source.dtype:
+        ctypes.memmove(out.data_ptr(), source.data_ptr(), source.nbytes)
+        return
+    for to, one in zip(*(torch.split(one, _block()) for one in (out, source)), strict=True):
+        to.copy_(one)
+
+
+def _block() -> int:
+    """Elements of a block: the most for which PyTorch takes no further thread, for those are the
+    training's. More is faster, as far as the caches hold it."""
+    return 1 << 17 if torch.get_num_threads() == 1 else 1 << 15

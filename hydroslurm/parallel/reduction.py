@@ -30,8 +30,7 @@ from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import ReductionFailed
 from hydroslurm.parallel.node_memory import ARRIVED, READY, SUMMED, TAKEN, NodeMemory
-from hydroslurm.parallel.nodes import Network, Nodes
-from hydroslurm.parallel.sums import add, copy
+from hydroslurm.parallel.nodes import Network, Nodes, add, copy
 
 _LOOK_S = 0.1
 """How often a rank that waits looks whether its peers live."""

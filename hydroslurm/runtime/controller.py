@@ -30,6 +30,7 @@ from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import say, thread
 from hydroslurm.errors import AckTimeout, HydroslurmError, InstallError
+from hydroslurm.gate.handlers import CHECK_S, Guard
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
@@ -44,7 +45,6 @@ from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import device
 from hydroslurm.runtime.children import Children
 from hydroslurm.runtime.device import Drain, LaunchAhead, launch_ahead_from
-from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.journal import RankJournal, Recorder
 from hydroslurm.runtime.output import Output
 from hydroslurm.runtime.standing import Watch

@@ -34,7 +34,7 @@ from hydroslurm.errors import (
 from hydroslurm.gate import GATE_ENV, GateKind, chosen_kind, open_gate
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
 from hydroslurm.runtime import autoload
-from hydroslurm.runtime.child_signals import (
+from hydroslurm.runtime.children import (
     spawns_shielded,
     wandb_shielded,
     workers_shielded,

@@ -2,7 +2,7 @@
 
 It holds what the rank has logged to Weights & Biases, and dies of SIGTERM: the rank then fails at
 its next log, in the middle of a stop, and what was not yet in its file is lost (seen). Blocking the
-signals, as :mod:`hydroslurm.runtime.child_signals` does, has no effect: it is written in Go, whose
+signals, as :mod:`hydroslurm.runtime.children` does, has no effect: it is written in Go, whose
 runtime unblocks what a program asks for.
 
 proctrack/linuxproc and ``scancel --full`` go from parent to child. So its parent becomes an orphan:

@@ -29,7 +29,7 @@ from hydroslurm.core.decoding import decode
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, at_end
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.gate.signals import SignalPlan
-from hydroslurm.runtime.child_signals import wandb_shielded
+from hydroslurm.runtime.children import wandb_shielded
 from hydroslurm.training.rank_group import warning
 
 _FILE = "loggers.json"

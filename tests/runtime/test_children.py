@@ -16,7 +16,7 @@ from hydroslurm.runtime import client
 
 SPAWNER = """
     import multiprocessing, os, signal, time
-    from hydroslurm.runtime.child_signals import spawns_shielded
+    from hydroslurm.runtime.children import spawns_shielded
 
     def work(pipe):
         pipe.send(pipe.recv() + 1)

@@ -15,7 +15,7 @@ import pytest
 from processes import child, descendants, has_ended, wait_until
 
 from hydroslurm.runtime import wandb_keeper
-from hydroslurm.runtime.child_signals import wandb_shielded
+from hydroslurm.runtime.children import wandb_shielded
 
 CORE = textwrap.dedent(
     f"""\
@@ -34,7 +34,7 @@ CORE = textwrap.dedent(
 )
 RANK = """
 import os, subprocess, sys
-from hydroslurm.runtime.child_signals import wandb_shielded
+from hydroslurm.runtime.children import wandb_shielded
 with wandb_shielded({15}):
     subprocess.Popen([sys.argv[1], "--pid", str(os.getpid())])
 print("ready")

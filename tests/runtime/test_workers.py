@@ -12,14 +12,14 @@ import pytest
 from processes import Child, child, has_ended, wait_until
 from zygote import forked
 
-from hydroslurm.runtime.child_signals import shielded
+from hydroslurm.runtime.children import shielded
 
 METHODS = ("fork", "spawn", "forkserver")
 
 PROGRAM = """
 import os, signal, sys, time
 from torch.utils.data import DataLoader, Dataset
-from hydroslurm.runtime.child_signals import workers_shielded
+from hydroslurm.runtime.children import workers_shielded
 
 METHOD, HOW = sys.argv[1], sys.argv[2]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
