@@ -1,42 +1,45 @@
-"""The entry point for talking to Slurm: the choice of the backend, and the one over pyslurm, for
-release 25.11 and later.
+"""The entry point for talking to Slurm: all requests, by scontrol, squeue, sacct and scancel, or by
+pyslurm where it works.
 
     client = open_client()
     client.job(123).state
     client.why                # "commands: pyslurm is not installed"
-
-What was read in the source of pyslurm 25.11.2 and is met here:
-
-- Its calls hold the GIL until libslurm has an answer or gives up (MessageTimeout, once or twice),
-  so ``RetryPolicy.call_timeout_s`` does not bound them. So none is repeated: what libslurm cannot
-  ask is left to the programs.
-- ``Job.time_limit`` is in minutes and None for unlimited; ``Partition.max_time`` likewise.
-- ``Job.exit_code`` has lost 128 when it was 128 or more, as ``values.Job`` says for all backends.
-- libslurm reads slurm.conf when pyslurm is imported and keeps it, whatever SLURM_CONF becomes:
-  ``open_client`` lets no client for another one be made.
-- ``Config.preempt_parameters`` and ``auth_info`` are taken apart already, into a dict and a list.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+import signal as signals
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
-from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmMissing, UsageError, WrongJobState
-from hydroslurm.slurm import text
-from hydroslurm.slurm.commands import SlurmClient
+from hydroslurm.core.jobid import JobId
+from hydroslurm.core.signals import signal_number
+from hydroslurm.errors import (
+    ControllerUnreachable,
+    NoSuchJob,
+    NotPermitted,
+    SlurmError,
+    SlurmMissing,
+    SlurmTimeout,
+    UsageError,
+    WrongJobState,
+)
+from hydroslurm.slurm import listings, scontrol_text
 from hydroslurm.slurm.config import Config, find_slurm_conf
-from hydroslurm.slurm.programs import RetryPolicy, checked_job_id, refusal
-from hydroslurm.slurm.text import job_of_fields, minutes_s, number
-from hydroslurm.slurm.values import Job, JobState, Partition, Qos
+from hydroslurm.slurm.programs import (
+    ALREADY_PENDING,
+    Programs,
+    RetryPolicy,
+    checked_job_id,
+    says_nothing,
+)
+from hydroslurm.slurm.values import Element, Job, JobState, Partition, Qos
 
-Result = TypeVar("Result")
+if TYPE_CHECKING:  # nearly no machine has it
+    from hydroslurm.slurm.libslurm import Libslurm
 
 __all__ = [
     "BACKEND_ENV",
@@ -52,15 +55,6 @@ __all__ = [
 
 BACKEND_ENV = "HYDROSLURM_SLURM_BACKEND"
 """Environment variable that chooses the backend: ``commands`` or ``pyslurm``."""
-
-_PROBE_TIMEOUT_S = 10.0
-
-_failure = ""
-"""Why libslurm is not asked any more in this process, whatever the client; empty while it is."""
-
-_bound_conf: str | None = None
-"""The slurm.conf that libslurm of this process has read: it reads one when pyslurm is imported, and
-asks that cluster from then on, whatever SLURM_CONF becomes (seen on 25.11.7)."""
 
 
 def open_client(
@@ -95,259 +89,354 @@ def open_client(
         )
     if prefer == "commands":
         return SlurmClient(environ, retry_policy=retry_policy, why=f"commands: {source}")
-    global _bound_conf
-    obstacle = _pyslurm_obstacle(environ)
-    if not obstacle and _bound_conf is None:
-        obstacle = _probe(min(_PROBE_TIMEOUT_S, retry_policy.call_timeout_s))
-        if obstacle and prefer is None:
-            _give_up(obstacle)
-    if not obstacle:
-        _bound_conf = _conf_name(environ)
-        reason = source if prefer else f"it answers, and {find_slurm_conf(environ)} exists"
-        return PyslurmClient(environ, retry_policy=retry_policy, why=f"pyslurm: {reason}")
+    if importlib.util.find_spec("pyslurm") is None:
+        obstacle = "pyslurm is not installed"
+    else:
+        from hydroslurm.slurm import libslurm
+
+        timeout_s = retry_policy.call_timeout_s
+        obstacle = libslurm.obstacle(environ, timeout_s=timeout_s, say=prefer is None)
+        if not obstacle:
+            reason = source if prefer else f"it answers, and {find_slurm_conf(environ)} exists"
+            return SlurmClient(
+                environ,
+                retry_policy=retry_policy,
+                why=f"pyslurm: {reason}",
+                libslurm=libslurm.Libslurm(),
+            )
     if prefer == "pyslurm":
         raise SlurmMissing(f"the pyslurm backend was {source}, but {obstacle}")
     return SlurmClient(environ, retry_policy=retry_policy, why=f"commands: {obstacle}")
 
 
-def _conf_name(environ: Mapping[str, str]) -> str | None:
-    """The canonical path of the slurm.conf."""
-    conf = find_slurm_conf(environ)
-    return None if conf is None else os.path.realpath(conf)
+class SlurmClient:
+    """All requests to Slurm. Every call may raise, besides what it documents:
 
+    - SlurmMissing: no Slurm here.
+    - ControllerUnreachable: slurmctld is away, and the retries are used up.
+    - SlurmTimeout: a call took too long; Slurm may have acted on it or not.
+    - NoSuchJob: slurmctld does not know the job (it forgets ended ones after MinJobAge).
+    - NotPermitted: this user may not do that.
+    - UnreadableOutput: the answer has a form that no known release has.
 
-def _pyslurm_obstacle(environ: Mapping[str, str]) -> str:
-    """Why pyslurm cannot be tried, empty when it can. Never imports it into this process."""
-    if importlib.util.find_spec("pyslurm") is None:
-        return "pyslurm is not installed"
-    if environ.get("SLURM_CONF") != os.environ.get("SLURM_CONF"):
-        return "pyslurm cannot be given another SLURM_CONF than this process has"
-    wanted = _conf_name(environ)
-    if wanted is None:
-        return "there is no slurm.conf, without which importing pyslurm ends the process"
-    if _bound_conf is not None and wanted != _bound_conf:
-        return (
-            f"pyslurm in this process goes on asking the cluster of {_bound_conf}, which it read "
-            f"first; a process of its own can use it for {wanted}"
-        )
-    if _bound_conf is None and "pyslurm" in sys.modules:
-        return (
-            "something else has imported pyslurm in this process, and which slurm.conf it read is "
-            "not known; call open_client() before that"
-        )
-    return _failure
+    Calls block. They are thread-safe, but not to be made from a signal handler. What changes a job
+    takes it as Slurm has described it, and acts on ``Job.id``: the number that a process or a file
+    knows may be that of a whole array, whose other elements are other people's work.
 
-
-def _probe(timeout_s: float) -> str:
-    """Why a request of pyslurm's fails; empty if one succeeds. In a child: pyslurm calls exit() for
-    a slurm.conf that it cannot read, and fails for another release of libslurm. A controller older
-    than libslurm refuses every request: "Protocol authentication error".
+    Attributes:
+        backend: ``commands`` or ``pyslurm``.
+        why: one line: which backend this is, and why it was chosen.
     """
-    code = (
-        "import sys; sys.path[:1] == [''] and sys.path.pop(0); "  # not a module of the user's
-        "import pyslurm; pyslurm.Jobs, pyslurm.Partitions; pyslurm.slurmctld.Config.load()"
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"pyslurm got no answer within {timeout_s:g} s"
-    except OSError as error:
-        return f"pyslurm could not be tried ({error})"
-    if done.returncode == 0:
-        return ""
-    message = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-    return f"pyslurm does not work here ({message[-1][:200]})"
-
-
-def _give_up(why: str) -> None:
-    """Leave everything to Slurm's programs from now on, and say so in one line."""
-    global _failure
-    if not _failure:
-        _failure = why
-        logging.getLogger("hydroslurm").warning(
-            f"hydroslurm: {why}; Slurm's programs are used instead "
-            "(HYDROSLURM_SLURM_BACKEND=commands does not try pyslurm)"
-        )
-
-
-class PyslurmClient(SlurmClient):
-    """A :class:`SlurmClient` that asks libslurm where pyslurm can.
-
-    Left to the programs: ``history`` (pyslurm.db gives the last start of a job only, sacct -D all),
-    ``qoses`` (it would hold a connection to slurmdbd open for one question), what pyslurm has no
-    call for, and whatever changes a job: to libslurm a job is a number, and that of an array is
-    also the number of one of its elements.
-    """
-
-    backend = "pyslurm"
 
     def __init__(
         self,
         environ: Mapping[str, str],
         *,
         retry_policy: RetryPolicy | None = None,
-        why: str = "pyslurm: asked for by the caller",
-        module: Any = None,
+        why: str = "commands: asked for by the caller",
+        libslurm: Libslurm | None = None,
     ) -> None:
-        """Import pyslurm.
-
-        Args:
-            environ: of the programs.
-            module: stands in for pyslurm; None imports it.
         """
-        super().__init__(environ, retry_policy=retry_policy, why=why)
-        if module is None:
-            import pyslurm
+        Args:
+            environ: all that the programs see; ``os.environ`` is not read.
+            libslurm: is asked first; None asks the programs only.
+        """
+        self._why = why
+        self._libslurm = libslurm
+        self._programs = Programs(dict(environ))
+        self._retry_policy = retry_policy or RetryPolicy()
 
-            module = pyslurm
-        self._pyslurm = module
+    @property
+    def backend(self) -> str:
+        return "commands" if self._libslurm is None or self._libslurm.failure else "pyslurm"
+
+    @property
+    def why(self) -> str:
+        failure = "" if self._libslurm is None else self._libslurm.failure
+        return f"commands: {failure}" if failure else self._why
 
     def job(self, job_id: int) -> Job:
+        """Describe the job whose processes have this number as SLURM_JOB_ID. For ids that people
+        write use :meth:`jobs_of`."""
         checked_job_id(job_id)
-        job = self._call(
-            f"load job {job_id}", lambda: job_of_pyslurm(self._pyslurm.Job.load(job_id))
+        if self._libslurm is not None and (found := self._libslurm.job(job_id)) is not None:
+            return found
+        # outside of a federation --local only saves the question whether there is one; a process
+        # of the job itself is where it runs in any case
+        local = ["--local"] if self._programs.environ.get("SLURM_JOB_ID") == str(job_id) else []
+        output = self._ask("scontrol", *local, "show", "job", str(job_id))
+        for job in scontrol_text.read_jobs(output):
+            if job.job_id == job_id:
+                return job
+        raise NoSuchJob(f"scontrol show job {job_id}: slurmctld described other jobs only")
+
+    def jobs_of(self, job_id: JobId) -> tuple[Job, ...]:
+        """Describe the job that an id names, or the elements of an array; of those that wait
+        together one record tells, of no others than the id names."""
+        try:
+            output = self._ask("scontrol", "show", "job", str(job_id.number))
+        except NoSuchJob:
+            raise NoSuchJob(f"there is no job {job_id}") from None
+        found = [
+            replace(job, array_task_id=both.task, array_tasks=both.tasks)
+            if (both := job_id.common(job.id)) is not None
+            else job
+            for job in scontrol_text.read_jobs(output)
+            if job.is_named(job_id)
+        ]
+        if not found:
+            raise NoSuchJob(f"slurmctld knows a job {job_id.number}, but no {job_id} (any more)")
+        # the components of a heterogeneous job are one job, by its leader's number
+        own = [job for job in found if job.job_id == job_id.number and job.array_job_id is None]
+        return tuple(own or found)
+
+    def jobs(
+        self, *, user: str | None = None, ids: Collection[JobId] | None = None
+    ) -> tuple[Job, ...]:
+        """Describe the jobs that slurmctld knows, ended ones included, in one request.
+
+        Args:
+            user: only this user's.
+            ids: only these jobs, and the elements of these arrays. Unknown ones are ignored.
+        """
+        if ids is not None and not ids:
+            return ()
+        return tuple(
+            job
+            for job in self._all_jobs(user)
+            if (user is None or job.user == user)
+            and (ids is None or any(job.is_named(one) for one in ids))
         )
-        if job is None or job.job_id != job_id:  # of an array it gave another
-            return super().job(job_id)
-        return job
+
+    def elements(self, *, user: str, name: str) -> tuple[Element, ...]:
+        """The elements of this user's job arrays of that name, those included that slurmctld still
+        remembers after their end, in one request."""
+        options = ("--array", "--noheader", "--states=all", f"--user={user}", f"--name={name}")
+        return listings.read_elements(
+            self._ask("squeue", *options, f"--format={listings.ELEMENT_FORMAT}")
+        )
+
+    def cancel_elements(self, names: Collection[str]) -> None:
+        """Cancel elements of arrays; success for elements that have already ended."""
+        for name in names:
+            if JobId.parse(name).task is None:
+                raise UsageError(f"not an element of an array: {name!r}; wanted 123_4")
+        if names:
+            self._run("scancel", "--quiet", *sorted(names))
+
+    def history(self, job_id: JobId) -> tuple[Job, ...]:
+        """Every start of a job, or of all elements of an array, according to accounting, oldest
+        first; a requeue adds one.
+
+        Raises:
+            NoSuchJob: accounting has no record of it (yet: records arrive a moment late).
+        """
+        columns = ",".join(listings.SACCT_FIELDS)
+        options = ("-D", "-X", "-P", "-n", f"--delimiter={listings.DELIMITER}", "-o", columns)
+        output = self._ask("sacct", *options, "-j", str(JobId(job_id.number, job_id.task)))
+        attempts = tuple(job for job in listings.read_attempts(output) if job.is_named(job_id))
+        if not attempts:
+            raise NoSuchJob(
+                f"sacct -D -j {job_id}: accounting has no record of it. Records arrive a moment "
+                "late, and a cluster without slurmdbd keeps none"
+            )
+        return attempts
+
+    def submit_line(self, job: Job) -> str:
+        """The command line of the submission, from accounting; empty if it has none."""
+        options = ("-X", "-P", "-n", "-o", "SubmitLine")
+        return self._ask("sacct", *options, "-j", job.id.argument).rstrip("\n")
 
     def partitions(self) -> tuple[Partition, ...]:
-        found = self._call(
-            "load partitions",
-            lambda: tuple(
-                partition_of_pyslurm(p) for p in self._pyslurm.Partitions.load().values()
-            ),
+        """Describe all partitions, hidden ones included."""
+        if self._libslurm is not None and (found := self._libslurm.partitions()) is not None:
+            return found
+        return scontrol_text.read_partitions(self._ask("scontrol", "-a", "-o", "show", "partition"))
+
+    def pending_jobs(self, partition: str, *, without_user: str) -> int:
+        """How many jobs of other users wait in a partition; an array that waits counts once."""
+        waiting = self._ask(
+            "squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%u"
         )
-        return super().partitions() if found is None else found
+        users = [line.strip() for line in waiting.splitlines() if line.strip()]
+        return sum(user != without_user for user in users)
+
+    def qoses(self) -> tuple[Qos, ...] | None:
+        """Describe all qualities of service; None when accounting is away or there is none."""
+        columns = f"format={','.join(listings.QOS_FIELDS)}"
+        try:
+            # no retries: without slurmdbd every try is refused
+            output = self._run("sacctmgr", "-n", "-P", "show", "qos", columns)
+        except SlurmError:
+            return None
+        return listings.read_qoses(output)
+
+    def batch_script(self, job: Job) -> str | None:
+        """The batch script as submitted; None if there is none, or it is another user's."""
+        try:
+            # by its own number: scontrol of 22.05 reads no other here
+            script = self._ask("scontrol", "write", "batch_script", str(job.job_id), "-")
+        except (NotPermitted, NoSuchJob, WrongJobState):
+            return None
+        return script or None
 
     def config(self) -> Config:
-        found = self._call(
-            "load configuration",
-            lambda: config_of_pyslurm(self._pyslurm.slurmctld.Config.load()),
-        )
-        return super().config() if found is None else found
+        """The controller's configuration."""
+        if self._libslurm is not None and (found := self._libslurm.config()) is not None:
+            return found
+        return scontrol_text.read_config(self._ask("scontrol", "show", "config"))
+
+    def suspend(self, job: Job) -> None:
+        """Send SIGTSTP to a running job, then SIGSTOP; success if it is already suspended.
+
+        Raises:
+            WrongJobState: it does not run.
+        """
+        self._act(job, "scontrol", "suspend", job.id.leader)
+
+    def resume(self, job: Job) -> None:
+        """Continue a suspended job.
+
+        Raises:
+            WrongJobState: it is not suspended.
+        """
+        self._act(job, "scontrol", "resume", job.id.leader)
+
+    def requeue(self, job: Job) -> None:
+        """End a batch job and put it back into the queue; success if it is already pending.
+
+        An ended batch job is started again. "Requeued by this call" and "already requeued" look the
+        same: what matters is that the job will run again.
+
+        Raises:
+            WrongJobState: not a batch job, or submitted with --no-requeue.
+        """
+        self._act(job, "scontrol", "requeue", job.id.leader, pending_is_success=True)
+
+    def signal(
+        self,
+        job: Job,
+        signal: str | int | signals.Signals,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Send a signal to the job steps of a running job.
+
+        Args:
+            job: as slurmctld has just described it.
+            signal: ``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1``.
+            step: only this job step; Slurm does not report one that does not exist.
+
+        Raises:
+            WrongJobState: the job does not run, or is suspended.
+            UsageError: no such signal.
+        """
+        number = signal_number(signal)
+        # scancel repeats a signal to a waiting or suspended job for a minute and a half, and then
+        # signals the next attempt of a requeued one
+        _check_signallable(job, number)
+        target = job.id.argument if step is None else f"{job.id.argument}.{step}"
+        # what may have arrived is not repeated: a second USR1 could be a second pause
+        self._act(job, "scancel", f"--signal={number}", target, may_repeat=False)
+
+    def cancel(self, job: Job) -> None:
+        """Cancel a job; success if it has already ended."""
+        self._act(job, "scancel", job.id.argument)
+
+    def set_requeue(self, job: Job, *, allowed: bool) -> None:
+        """Set whether Slurm may requeue a job; its owner may change that while it runs.
+
+        Raises:
+            WrongJobState: it has ended.
+        """
+        target = f"JobId={job.id.leader}"
+        self._act(job, "scontrol", "update", target, f"Requeue={int(allowed)}")
+
+    def excluded_nodes(self, job: Job) -> str:
+        """The nodes on which a job must not start, as Slurm writes them; "" for none."""
+        return scontrol_text.read_excluded(self._ask("scontrol", "show", "job", job.id.leader))
+
+    def exclude_nodes(self, job: Job, names: str) -> None:
+        """Replace the list of nodes on which a job must not start.
+
+        Raises:
+            WrongJobState: it does not wait.
+        """
+        target = f"JobId={job.id.leader}"
+        self._act(job, "scontrol", "update", target, f"ExcNodeList={names}")
+
+    def node_address(self, name: str) -> str:
+        """The host name or address of a node, which Slurm knows even if the node's name does not
+        resolve.
+
+        Raises:
+            SlurmError: there is no such node.
+        """
+        return scontrol_text.read_node_address(self._ask("scontrol", "-o", "show", "node", name))
 
     def _all_jobs(self, user: str | None) -> tuple[Job, ...]:
-        found = self._call(
-            "load jobs",
-            lambda: tuple(job_of_pyslurm(each) for each in self._pyslurm.Jobs.load().values()),
-        )
-        return super()._all_jobs(user) if found is None else found
-
-    def _call(self, doing: str, call: Callable[[], Result]) -> Result | None:
-        """None: libslurm cannot ask this controller, or pyslurm has other names than we know."""
-        if _failure:
-            return None
-        doing = f"pyslurm: {doing}"
+        if self._libslurm is not None and (found := self._libslurm.jobs()) is not None:
+            return found
+        # JSON first: it is exact, and no comment can pass for a record. 22.05 ignores --user with
+        # it, so the answer is filtered again. Not every Slurm is built with JSON, and 22.05 answers
+        # with an empty list and "Unspecified error" while the controller is away: whatever fails is
+        # asked again by scontrol, which names causes.
+        chosen = [] if user is None else [f"--user={user}"]
         try:
-            return call()
-        except self._pyslurm.RPCError as error:
-            answer = refusal(str(error), doing=doing)
-            if isinstance(answer, NoSuchJob | NotPermitted | WrongJobState):
-                raise answer from error
-            _give_up(f"{doing}: {error}")
-        except (AttributeError, TypeError, ValueError) as error:
-            _give_up(f"{doing}: {error} (written for pyslurm 25.11)")
-        self.backend, self.why = "commands", f"commands: {_failure}"
-        return None
+            return listings.read_jobs(self._run("squeue", "--json", "--states=all", *chosen))
+        except (SlurmMissing, SlurmTimeout):
+            raise
+        except SlurmError:
+            return scontrol_text.read_jobs(self._ask("scontrol", "-a", "show", "job"))
+
+    def _ask(self, program: str, *arguments: str) -> str:
+        return self._retry_policy.retry(lambda: self._run(program, *arguments))
+
+    def _run(self, program: str, *arguments: str, silent: bool = False) -> str:
+        timeout_s = self._retry_policy.call_timeout_s
+        return self._programs.run(program, *arguments, timeout_s=timeout_s, silent=silent)
+
+    def _act(
+        self,
+        job: Job,
+        program: str,
+        *arguments: str,
+        pending_is_success: bool = False,
+        may_repeat: bool = True,
+    ) -> None:
+        """Run a program that changes something; if it fails without a reason, find out the
+        reason."""
+
+        def once() -> None:
+            try:
+                self._run(program, *arguments, silent=True)
+            except WrongJobState as error:
+                if not (pending_is_success and ALREADY_PENDING in str(error)):
+                    raise
+            except SlurmTimeout as error:
+                # with MessageTimeout=30 scontrol itself looks for an absent controller for 58 s; a
+                # request that is harmless twice is repeated
+                if pending_is_success:
+                    raise ControllerUnreachable(str(error)) from error
+                raise
+            except SlurmError as error:
+                if not says_nothing(error):
+                    raise
+                # raises NoSuchJob or ControllerUnreachable when that was the cause
+                self._run("scontrol", "show", "job", str(job.id.number))
+                raise
+
+        self._retry_policy.retry(once, may_repeat=may_repeat)
 
 
-def job_of_pyslurm(job: Any) -> Job:
-    """``pyslurm.Job`` -> Job."""
-    state, flags = text.parse_state(job.state)
-    array_id = number(job.array_id)
-    # 0 is a task's number, and is also what pyslurm makes None of: "not in an array" is told by
-    # array_id
-    task = (number(job.array_task_id) or _first_task(job)) if array_id else None
-    het_id = number(getattr(job, "heterogeneous_id", None)) or None
-    read = job_of_fields(
-        "pyslurm",
-        lambda name, _: getattr(job, name, None) if name == "qos" else getattr(job, name),
-        state=state,
-        flags=flags,
-        exit_code=job.exit_code,
-        array_job_id=array_id,
-        array_task_id=task,
-        array_tasks=str(job.array_tasks_waiting or "") if array_id and task is None else "",
-        het_job_id=het_id,
-        het_component=number(getattr(job, "heterogeneous_offset", None)) if het_id else None,
-        gres=text.join_gres(_gres_of_pyslurm(job)),
-    )
-    return replace(read, std_err=read.std_err or read.std_out)
+def _check_signallable(job: Job, number: int) -> None:
+    """Check that a job has processes that can get the signal.
 
-
-def partition_of_pyslurm(partition: Any) -> Partition:
-    """``pyslurm.Partition`` -> Partition."""
-    return Partition(
-        name=partition.name,
-        state=partition.state,
-        priority_tier=number(partition.priority_tier) or 0,
-        preempt_mode=partition.preempt_mode or "OFF",
-        grace_time_s=number(partition.preemption_grace_time) or 0,
-        nodes=text.expand_nodes(partition.nodes or ""),
-        max_time_s=minutes_s(partition.max_time),
-        is_default=bool(partition.is_default),
-    )
-
-
-def config_of_pyslurm(config: Any) -> Config:
-    """``pyslurm.slurmctld.Config`` -> Config, in the words of ``scontrol show config``."""
-    entries = {name: _as_text(getattr(config, field)) for name, field in CONFIG_NAMES.items()}
-    cgroup = getattr(config, "cgroup_config", None)
-    children = getattr(cgroup, "signal_children_processes", None)
-    if children is not None:
-        entries["SignalChildrenProcesses"] = "yes" if children else "no"
-    return Config(entries)
-
-
-def _as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, Mapping):
-        return ",".join(key if v is True else f"{key}={v}" for key, v in value.items())
-    if isinstance(value, list | tuple):
-        return ",".join(str(each) for each in value)
-    return str(value)
-
-
-def _gres_of_pyslurm(job: Any) -> list[str]:
-    """``{"gpu:tesla": 2}`` as Slurm's text. Only ``--gres`` is told; the name is deprecated."""
-    per_node = getattr(job, "gres_per_node", None) or {}
-    return [f"gres:{name}:{count}" for name, count in per_node.items()]
-
-
-def _first_task(job: Any) -> int | None:
-    """Task 0, which pyslurm does not tell from "no number"; None for tasks not started."""
-    return None if job.array_tasks_waiting else 0
-
-
-CONFIG_NAMES: Mapping[str, str] = {
-    "AccountingStorageType": "accounting_storage_type",
-    "AuthInfo": "auth_info",
-    "ClusterName": "cluster_name",
-    "JobFileAppend": "job_file_append",
-    "JobRequeue": "job_requeue",
-    "KillWait": "kill_wait_time",
-    "MaxBatchRequeue": "max_batch_requeue",
-    "MessageTimeout": "message_timeout",
-    "OverTimeLimit": "over_time_limit",
-    "MpiDefault": "mpi_default",
-    "PreemptExemptTime": "preempt_exempt_time",
-    "PreemptMode": "preempt_mode",
-    "PreemptParameters": "preempt_parameters",
-    "PreemptType": "preempt_type",
-    "ProctrackType": "proctrack_type",
-    "RequeueExit": "requeue_exit",
-    "SLURM_VERSION": "version",
-    "SchedulerParameters": "scheduler_parameters",
-    "SlurmctldParameters": "slurmctld_parameters",
-}
-"""Slurm's name -> pyslurm's, for what ``config()`` tells with this backend."""
+    Raises:
+        WrongJobState: it has ended, waits, or is suspended (only SIGKILL reaches it then).
+    """
+    suspended = job.state is JobState.SUSPENDED and number != signals.SIGKILL
+    if job.state.has_ended or job.state.is_waiting or suspended:
+        raise WrongJobState(
+            f"job {job.id} is {job.state.value} and cannot be signalled; it has to be RUNNING"
+        )

@@ -44,7 +44,7 @@ def why_unconfigured(environ: Mapping[str, str]) -> str:
 class Config(Mapping[str, str]):
     """slurm.conf as the controller has it: Slurm's names -> text, empty for Slurm's (null).
 
-    The pyslurm backend provides only the names in ``client.CONFIG_NAMES``.
+    The pyslurm backend provides only the names in ``libslurm.CONFIG_NAMES``.
     """
 
     entries: Mapping[str, str] = field(repr=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import SlurmMissing, UsageError
-from hydroslurm.slurm import client as client_module
+from hydroslurm.slurm import libslurm
 from hydroslurm.slurm.client import BACKEND_ENV, open_client
 from hydroslurm.slurm.munge import socket_of
 
@@ -43,8 +43,8 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         # forgets the module again, whether a test imported it or not
         monkeypatch.setitem(sys.modules, "pyslurm", None)
         monkeypatch.delitem(sys.modules, "pyslurm")
-        monkeypatch.setattr(client_module, "_bound_conf", None)
-        monkeypatch.setattr(client_module, "_failure", "")
+        monkeypatch.setattr(libslurm, "_bound_conf", None)
+        monkeypatch.setattr(libslurm, "_failure", "")
 
     return installed
 
@@ -114,7 +114,7 @@ def test_pyslurm_that_does_not_work(
     assert "Slurm's programs are used instead" in line
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/not/tried/again")
-        assert open_client().why == f"commands: {client_module._failure}"
+        assert open_client().why == f"commands: {libslurm._failure}"
     assert caplog.messages == [line]
     with pytest.raises(SlurmMissing, match=words):
         open_client("pyslurm")

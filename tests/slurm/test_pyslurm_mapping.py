@@ -13,9 +13,9 @@ import pytest
 
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, SlurmMissing, WrongJobState
-from hydroslurm.slurm import client as client_module
-from hydroslurm.slurm import listings
-from hydroslurm.slurm.client import PyslurmClient
+from hydroslurm.slurm import libslurm, listings
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.libslurm import Libslurm
 from hydroslurm.slurm.values import Job, JobState
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -83,12 +83,12 @@ def module() -> StandIn:
 
 
 @pytest.fixture
-def client(module: StandIn, monkeypatch: pytest.MonkeyPatch) -> PyslurmClient:
-    monkeypatch.setattr(client_module, "_failure", "")
-    return PyslurmClient({"PATH": ""}, module=module)
+def client(module: StandIn, monkeypatch: pytest.MonkeyPatch) -> SlurmClient:
+    monkeypatch.setattr(libslurm, "_failure", "")
+    return SlurmClient({"PATH": ""}, libslurm=Libslurm(module))
 
 
-def test_job(client: PyslurmClient, module: StandIn) -> None:
+def test_job(client: SlurmClient, module: StandIn) -> None:
     """A job of pyslurm's is the same value as the same job from squeue's JSON."""
     rows = listings.read_jobs((RECORDED / "25.11/squeue_handmade.json").read_text())
     assert client.job(501) == rows[0]
@@ -106,7 +106,7 @@ def test_job(client: PyslurmClient, module: StandIn) -> None:
     )
 
 
-def test_array_tasks(client: PyslurmClient, module: StandIn) -> None:
+def test_array_tasks(client: SlurmClient, module: StandIn) -> None:
     """Task 0, of which pyslurm makes None, is told from the record of tasks not started. stderr
     without a file of its own, of which it tells none either, goes where stdout goes."""
     module.attributes |= {"array_id": 500, "standard_error": None}
@@ -117,7 +117,7 @@ def test_array_tasks(client: PyslurmClient, module: StandIn) -> None:
         assert job.std_err == "/home/ada/train-501.out"
 
 
-def test_partitions_and_config(client: PyslurmClient) -> None:
+def test_partitions_and_config(client: SlurmClient) -> None:
     """Partitions and configuration come in the words and units of scontrol."""
     (low,) = client.partitions()
     assert (low.name, low.grace_time_s, low.max_time_s) == ("low", 0, None)
@@ -141,7 +141,7 @@ def test_partitions_and_config(client: PyslurmClient) -> None:
     ],
 )
 def test_errors(
-    client: PyslurmClient, module: StandIn, sentence: str, error: type[SlurmError]
+    client: SlurmClient, module: StandIn, sentence: str, error: type[SlurmError]
 ) -> None:
     """The sentences of libslurm are the same errors as those of the programs."""
     module.refuse = [sentence]
@@ -151,7 +151,7 @@ def test_errors(
 
 
 @pytest.mark.parametrize("sentence", ["Protocol authentication error", "Something new", ""])
-def test_what_libslurm_cannot_ask(client: PyslurmClient, module: StandIn, sentence: str) -> None:
+def test_what_libslurm_cannot_ask(client: SlurmClient, module: StandIn, sentence: str) -> None:
     """It is left to the programs, of which there are none here, and not tried again; so is what a
     pyslurm with other names does not tell."""
     if sentence:
@@ -166,7 +166,7 @@ def test_what_libslurm_cannot_ask(client: PyslurmClient, module: StandIn, senten
     assert sentence or ("requeue_count" in client.why and "pyslurm 25.11" in client.why)
 
 
-def test_what_changes_a_job_is_left_to_the_programs(client: PyslurmClient, module: StandIn) -> None:
+def test_what_changes_a_job_is_left_to_the_programs(client: SlurmClient, module: StandIn) -> None:
     """To libslurm an element of an array is a number, which may be that of the whole array."""
     job = Job(job_id=501, state=JobState.RUNNING)
     acts = (client.suspend, client.resume, client.requeue, client.cancel)
