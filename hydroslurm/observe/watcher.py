@@ -13,7 +13,7 @@ from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.observe.job import JobView
 from hydroslurm.observe.training import Training, newest_of, ranks_dirs_of
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.policy import Policies, read_policies
+from hydroslurm.slurm.policy import Policies
 from hydroslurm.slurm.values import Job
 
 FORGOTTEN_FOR_S = 300.0
@@ -86,7 +86,7 @@ class Watcher:
         try:
             if self._wants_policies:
                 self._wants_policies = False
-                self._policies = read_policies(self._client)
+                self._policies = Policies.read(self._client)
             jobs = self._client.jobs(user=self._user, ids=self._ids or None)
         except SlurmMissing:
             raise

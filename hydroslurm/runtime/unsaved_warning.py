@@ -75,7 +75,8 @@ def _what_is_lost(job_id: int, environ: Mapping[str, str]) -> str | None:
     retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
     client = open_client(environ=environ, retry_policy=retry_policy)
     job = client.job(job_id)
-    policy = Policies.read(client).of(job)
+    policies = Policies.read(client)
+    policy = None if policies is None else policies.of(job)
     return None if policy is None else what_is_lost(policy, job.id)
 
 

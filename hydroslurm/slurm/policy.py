@@ -232,15 +232,15 @@ class Policies:
         self._known: dict[tuple[object, ...], SitePolicy] = {}
 
     @classmethod
-    def read(cls, client: SlurmClient) -> Policies:
-        """Two requests to slurmctld, and one to slurmdbd where QOS decide.
-
-        Raises:
-            SlurmError: Slurm could not be asked.
-        """
-        config = client.config()
-        qoses = client.qoses() if config.preempt_type == "preempt/qos" else None
-        return cls(config, client.partitions(), qoses)
+    def read(cls, client: SlurmClient) -> Policies | None:
+        """Two requests to slurmctld, and one to slurmdbd where QOS decide; None where Slurm could
+        not be asked."""
+        try:
+            config = client.config()
+            qoses = client.qoses() if config.preempt_type == "preempt/qos" else None
+            return cls(config, client.partitions(), qoses)
+        except SlurmError:
+            return None
 
     @property
     def kill_after_s(self) -> float:
@@ -259,14 +259,6 @@ class Policies:
                 self._config, partition, partitions=self._partitions, qoses=self._qoses, job=job
             )
         return self._known[kind]
-
-
-def read_policies(client: SlurmClient) -> Policies | None:
-    """As :meth:`Policies.read`; None where Slurm could not be asked."""
-    try:
-        return Policies.read(client)
-    except SlurmError:
-        return None
 
 
 def _requeue_rule(config: Config, job: Job | None) -> tuple[bool, str]:

@@ -31,7 +31,7 @@ from hydroslurm.core.jobid import JobId
 from hydroslurm.core.signals import signal_number
 from hydroslurm.errors import SlurmError, StaleAttempt, UsageError
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, StopReason, read_policies
+from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, StopReason
 from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
@@ -239,7 +239,7 @@ def requeue(
 def _is_left_to_slurm(client: SlurmClient, job: Job, policies: Policies | None) -> bool:
     if job.state is not JobState.RUNNING or job.preempt_epoch_s is None:
         return False
-    policies = policies or read_policies(client)
+    policies = policies or Policies.read(client)
     policy = None if policies is None else policies.of(job)
     return policy is not None and job.restart_count < policy.left_to_slurm
 

@@ -24,7 +24,7 @@ from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
-from hydroslurm.slurm.policy import Policies, SitePolicy, StopReason, read_policies
+from hydroslurm.slurm.policy import Policies, SitePolicy, StopReason
 from hydroslurm.slurm.programs import RetryPolicy
 from hydroslurm.slurm.run_folders import others_of_job, wait_until_saved
 from hydroslurm.slurm.stops import (
@@ -206,11 +206,11 @@ class JobStop:
         try:
             client = self._client(IN_GRACE)
             if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
-                self._policies = read_policies(client)  # unknown means a short grace
+                self._policies = Policies.read(client)  # unknown means a short grace
                 self._heard.wait()
             stop = self._named(self._warned_early(client, ask_why(client, job_id)))
             if self._policies is None:
-                self._policies = read_policies(client)
+                self._policies = Policies.read(client)
             self._stop = stop
             self._controller.record(
                 EventKind.STOP_REASON, {"reason": stop.reason.value, "message": stop.message}

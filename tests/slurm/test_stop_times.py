@@ -45,7 +45,9 @@ def _client(cluster: DevCluster) -> SlurmClient:
 
 def _policy(victim: Victim) -> SitePolicy:
     client = _client(victim.cluster)
-    policy = Policies.read(client).of(client.job(victim.id))
+    policies = Policies.read(client)
+    assert policies is not None
+    policy = policies.of(client.job(victim.id))
     assert policy is not None
     return policy
 
