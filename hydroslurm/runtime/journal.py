@@ -28,6 +28,7 @@ from hydroslurm.core.status import (
     fold,
     load_status,
 )
+from hydroslurm.core.threads import say
 from hydroslurm.gate.protocol import GateEvent
 from hydroslurm.runtime.autoload import is_asked
 from hydroslurm.slurm.allocation import Allocation
@@ -45,13 +46,15 @@ _MOST_ANCESTORS = 64
 
 
 def interval_s(environ: Mapping[str, str]) -> float:
-    """Read HYDROSLURM_HEARTBEAT_S (0: never); the default where it is no number, which must not end
-    a training."""
+    """Read HYDROSLURM_HEARTBEAT_S (0: never). Text that is no number ends no training: it gets one
+    line, and the default."""
+    text = environ.get(HEARTBEAT_ENV, "")
     try:
-        asked_s = float(environ.get(HEARTBEAT_ENV) or DEFAULT_EVERY_S)
+        asked_s = float(text or DEFAULT_EVERY_S)
     except ValueError:
-        return DEFAULT_EVERY_S
+        asked_s = float("nan")
     if asked_s != asked_s:
+        say(f"{HEARTBEAT_ENV}={text[:60]!r} is no number of seconds: {DEFAULT_EVERY_S:g} are used")
         return DEFAULT_EVERY_S
     return max(asked_s, LEAST_EVERY_S) if asked_s > 0 else 0.0
 

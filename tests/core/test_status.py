@@ -223,12 +223,14 @@ def test_a_kill_leaves_a_whole_status(tmp_path: Path) -> None:
 # --- the writer ----------------------------------------------------------------------------------
 
 
-def test_heartbeat(tmp_path: Path) -> None:
+def test_heartbeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank's step and rate can be read while it trains; without a step and without events nothing
     is written, and a folder that is not there is tried again without a word. HYDROSLURM_HEARTBEAT_S
-    counts where it is a number, and ends no training where it is none."""
+    counts where it is a number; where it is none it ends no training, and one line says so."""
     texts = {"": 10.0, "0": 0.0, "-3": 0.0, "nan": 10.0, "x": 10.0, "2": 2.0}
     assert {text: interval_s({HEARTBEAT_ENV: text}) for text in texts} == texts
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" is no number")[0][-3:] for line in said] == ["an'", "'x'"]
     path = tmp_path / "events" / "rank-00003.json"
     writer = StatusWriter(path, every_s=0.1, look=lambda step: {"stands_at": f"step {step}"})
 
