@@ -352,10 +352,6 @@ class SlurmClient:
         target = f"JobId={job.id.leader}"
         self._act(job, "scontrol", "update", target, f"Requeue={int(allowed)}")
 
-    def excluded_nodes(self, job: Job) -> str:
-        """The nodes on which a job must not start, as Slurm writes them; "" for none."""
-        return scontrol_text.read_excluded(self._ask("scontrol", "show", "job", job.id.leader))
-
     def exclude_nodes(self, job: Job, names: str) -> None:
         """Replace the list of nodes on which a job must not start.
 

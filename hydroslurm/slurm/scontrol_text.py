@@ -83,11 +83,6 @@ def read_node_address(output: str) -> str:
     return address
 
 
-def read_excluded(output: str) -> str:
-    """Read ExcNodeList of ``scontrol show job ID``."""
-    return _present(_job_fields(output.strip("\n")).get("ExcNodeList")) or ""
-
-
 def _job_fields(block: str) -> dict[str, str]:
     """Key -> value of one record; the lines that follow a free field and are none belong to it."""
     first, *lines = block.split("\n")

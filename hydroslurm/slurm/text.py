@@ -312,6 +312,7 @@ JOB_FIELDS: Mapping[str, JobField] = {
     "reason": JobField(_reason, "state_reason", "Reason", "", "state_reason"),
     "nodes": JobField(expand_nodes, "nodes", "NodeList", "NodeList", "allocated_nodes"),
     "node_list": JobField(_node_list, "nodes", "NodeList", "NodeList", "allocated_nodes"),
+    "excluded_nodes": JobField(_node_list, "excluded_nodes", "ExcNodeList", "", "excluded_nodes"),
     "n_nodes": JobField(_count, "node_count", "NumNodes", "NNodes", "num_nodes"),
     "n_tasks": JobField(_count, "tasks", "NumTasks", "", "ntasks"),
     "n_cpus": JobField(_count, "cpus", "NumCPUs", "NCPUS", "cpus"),

@@ -94,6 +94,7 @@ class Job:
         reason: why it waits or why it ended, ``"None"`` when neither.
         nodes: allocated nodes, expanded; empty while it waits.
         node_list: the same as Slurm writes it, ``n[1-3,7]``.
+        excluded_nodes: on which it must not start, as Slurm writes them.
         time_limit_s: None when unlimited, or when the partition's limit applies.
         end_epoch_s: when it ended; of a running job, when its time limit will end it.
         restart_count: how often it was requeued.
@@ -126,6 +127,7 @@ class Job:
     reason: str = ""
     nodes: tuple[str, ...] = ()
     node_list: str = ""
+    excluded_nodes: str = ""
     n_nodes: int | None = None
     n_tasks: int | None = None
     n_cpus: int | None = None

@@ -25,7 +25,7 @@ JOB: dict[str, Any] = {
     "state": "RUNNING", "state_reason": "None", "exit_code": 0, "requeue_count": 2,
     "is_batch_job": True, "is_requeueable": True,
     "array_id": None, "array_task_id": None, "array_tasks_waiting": None,
-    "allocated_nodes": "gpu[08-09]", "num_nodes": 2, "ntasks": 8, "cpus": 8,
+    "allocated_nodes": "gpu[08-09]", "excluded_nodes": None, "num_nodes": 2, "ntasks": 8, "cpus": 8,
     "memory_per_node": 64000, "memory_per_cpu": None, "gres_per_node": {"gpu": 1},
     "submit_time": 1795204650, "eligible_time": 1795204654, "start_time": 1795204659,
     "end_time": 1795208259, "preempt_time": 1795204700, "suspend_time": None,

@@ -107,7 +107,7 @@ def leave(
         return f"runPolicy.maxExcludedNodes is {most}, and {len(earlier)} are left out already"
     try:
         job = client.job(allocation.job_id)
-        before = client.excluded_nodes(job)
+        before = job.excluded_nodes
         names = ",".join(filter(None, [before, *bad]))
         # what Slurm checks of a submission counts constraints and nodes that are down, too
         tried = sbatch(run.job_sbatch, "--test-only", f"--exclude={names}")
