@@ -9,14 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint.states import write
 
 import hydroslurm
 from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.checksummed_file import FileEntry
 from hydroslurm.checkpoint.manifest import Checkpoint, Manifest, WrittenBy, as_told, read_again
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, Retention, State, newest_good
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
 ONE = Manifest(
@@ -75,22 +73,6 @@ def test_other_schemas() -> None:
         Manifest.from_json(old, where=Path("m"))
     with pytest.raises(CheckpointCorrupt):
         Manifest.from_json(old.replace('"step": 12', '"step": 13'), where=Path("m"))
-
-
-def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
-    """It is a problem with a reason, the one before is taken, and retention leaves it alone."""
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2, 3):
-        done = write(store, State({"a": step}, {}), step=step, kind="periodic")
-    file = done.path / manifest.NAME
-    file.write_text(file.read_text().replace(f'"schema": {manifest.SCHEMA}', '"schema": 7'))
-    assert isinstance(store.problems()[done.path], CheckpointTooNew)
-    with pytest.warns(RuntimeWarning, match="of schema 7.*continues from .*step-000000002"):
-        found = newest_good(store)
-    assert found is not None
-    assert found.step == 2
-    store.prune(Retention(keep=1))
-    assert done.path.is_dir()
 
 
 def test_a_summary_is_small_whatever_the_number_of_files(tmp_path: Path) -> None:

@@ -184,8 +184,9 @@ def test_what_is_not_trained_is_apart(tmp_path: Path) -> None:
     assert all(80_000 < file.stat().st_size < 82_000 for file in files)
 
 
-@pytest.mark.parametrize("every_s", ["600", "0"])
-@pytest.mark.parametrize("framework", SAVING_SCRIPTS)
+@pytest.mark.parametrize(
+    ("framework", "every_s"), [*((one, "600") for one in SAVING_SCRIPTS), ("transformers", "0")]
+)
 def test_the_run_saves_with_its_script(
     framework: str, every_s: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

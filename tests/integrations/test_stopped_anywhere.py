@@ -51,7 +51,6 @@ STRUCTURES = [
     single("transformers_masked.py x"),
     single("transformers_masked.py x workers"),
     single("transformers_masked.py x persistent"),
-    single("accelerate_variables.py"),
     single("lightning_datamodule.py by-count", "step:4 step:5 step:9"),
     single("lightning_datamodule.py by-epoch", "step:4 step:5 step:9"),
     single("lightning_datamodule.py by-count every-2", "step:4 step:5 step:9"),
@@ -77,6 +76,7 @@ ALWAYS = [
     # behind the last batch of the one that leads, while the other one has some left, too
     Row("accelerate_loaders.py zip, the other first", ACCELERATE, "step:3 step:3 step:2"),
     loaders("now and then; accumulated, seeded"),
+    single("accelerate_variables.py"),
 ]
 SOMETIMES = [
     transformers("two trainers", "step:4 step:11", trainings=2),

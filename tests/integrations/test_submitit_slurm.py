@@ -48,8 +48,18 @@ def test_it_is_requeued_and_goes_on(
     for one in (alone, folder):
         one.mkdir()
     subprocess.run([sys.executable, SCRIPT, *ARGUMENTS], cwd=alone, check=True, timeout=300)
-    executor = executor_in(folder, requeue_cluster, monkeypatch)
-    executor.update_parameters(**asked)
+    for name, value in requeue_cluster.environ().items():
+        monkeypatch.setenv(name, value)
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.chdir(folder)
+    # it belongs to its class, and would ask this cluster's sacct for the jobs of another
+    SlurmJob.watcher.clear()
+    executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
+    executor.update_parameters(
+        slurm_partition="low", slurm_nodelist=requeue_cluster.nodes[0],
+        slurm_stderr_to_stdout=True, timeout_min=5, **asked,
+    )  # fmt: skip
     urgent = ["srun", "-p", "urgent", "-w", requeue_cluster.nodes[0], "--exclusive", "-t1", "true"]
     slow = [*ARGUMENTS, "--pause-s=0.05"]
     job = executor.submit(submitted_fit.fit, SCRIPT, folder, slow, unpickled)
@@ -74,24 +84,3 @@ def test_it_is_requeued_and_goes_on(
         assert (folder / name).read_bytes() == (alone / name).read_bytes()
     assert "attempt 4 resumes from step" in said()
     assert "Caught signal" not in said()  # submitit's handler of the warning
-
-
-def executor_in(
-    folder: Path, cluster: Part, monkeypatch: pytest.MonkeyPatch
-) -> submitit.AutoExecutor:
-    """That of a process which is led to the cluster. submitit's watcher belongs to its class: it
-    would ask this cluster's sacct for the jobs of another."""
-    for name, value in cluster.environ().items():
-        monkeypatch.setenv(name, value)
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    monkeypatch.chdir(folder)
-    SlurmJob.watcher.clear()
-    executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
-    executor.update_parameters(
-        slurm_partition="low",
-        slurm_nodelist=cluster.nodes[0],
-        slurm_stderr_to_stdout=True,
-        timeout_min=5,
-    )
-    return executor

@@ -60,13 +60,6 @@ def kinds(training: Training) -> list[EventKind]:
     return [event.kind for event in training.events()]
 
 
-def require_resumed(training: Training, ending: str) -> None:
-    """Its first attempt ended so, and the second begins where that has saved."""
-    training.wait_for_attempt(2)
-    first, second = training.attempts()[:2]
-    assert (first.ending, second.step) == (ending, first.end_step), training.log()
-
-
 def test_a_job_cancelled_during_its_save_is_not_requeued(
     requeue_cluster: Part, tmp_path: Path
 ) -> None:
@@ -161,18 +154,3 @@ def test_the_signals_of_a_warning_pause_long_before_it(submit: Submit) -> None:
         far.slurm("scancel", f"--signal={signal}", far.job_id)
         wait_until(lambda kind=kind: kind in kinds(far), kind.value)
     assert EventKind.STOP_REQUESTED not in kinds(far)
-
-
-@pytest.mark.long
-def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(
-    submit: Submit, requeue_cluster: Part
-) -> None:
-    """--signal=USR1 or USR2, on the command line or in SBATCH_SIGNAL: a stop near the time limit.
-    Slurm may send it 60 s early, and it kills a rank that has yet to import: not in a minute."""
-    first, second = requeue_cluster.nodes
-    near = submit("--time=2", "--signal=USR1@40", f"--nodelist={first}")
-    other = submit("--time=2", f"--nodelist={second}", SBATCH_SIGNAL="SIGUSR2@40")
-    for training, signal in ((near, "SIGUSR1"), (other, "SIGUSR2")):
-        require_resumed(training, "time_limit")
-        assert f"{signal} is the job's --signal" in training.log()
-        assert f"{signal} received: its time limit ends it in" in training.log()
