@@ -124,7 +124,7 @@ def write_options(folder: ElasticFolder, **options: Any) -> None:
 
 def formed(folder: ElasticFolder, *names: str, **options: Any) -> Coordinator:
     """A coordinator in this process; these members have come, and train."""
-    folder.write_options(CoordinatorOptions(host="127.0.0.1", **options))
+    folder.write_options(CoordinatorOptions(**options))
     one = start(folder)
     for name in names:
         rank, now_s = (name, 0), time.monotonic()

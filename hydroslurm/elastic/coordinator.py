@@ -429,7 +429,7 @@ def start(folder: ElasticFolder) -> Coordinator:
     fence.hold(fence.claim())
     allow_descriptors(MOST_RANKS + MAX_UNAUTHENTICATED + SPARE_DESCRIPTORS)
     membership, epoch = restored(folder, options, time.monotonic())
-    listener = listen(options.host or own_address(os.environ), [0])
+    listener = listen(own_address(os.environ), [0])
     coordinator = Coordinator(listener, folder, membership, fence=fence, epoch=epoch)
     if options.autoscale is not None:
         coordinator.on_tick.append(Autoscaler(folder, options.autoscale, coordinator).tick)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.core.exitcodes import RUN_AGAIN, at_end, end_process
+from hydroslurm.core.exitcodes import at_end, end_process
 from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV
 from hydroslurm.elastic.folder import ElasticFolder, member_name
 from hydroslurm.elastic.group import GenerationGroup, backend_of_script, parallel_modules, rebuild
@@ -254,7 +254,7 @@ class InPlaceEngine:
                     f"this member leaves: {depart.reason}. Its training thread has not come out of "
                     f"its step for {LEAVE_S:g} s, so the process ends here"
                 )
-                end_process(RUN_AGAIN if depart.again else 0)
+                end_process(depart.exit_status())
             time.sleep(0.1)
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:

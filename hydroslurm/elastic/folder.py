@@ -161,7 +161,6 @@ class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """``options.json``, written from a job spec, which has validated it.
 
     Attributes:
-        host: address to listen at; "" for that of this node's name.
         batch: ``keep_global``: a step has as many samples at every size as at full size;
             ``per_rank``: each rank keeps its batch size, so that the step follows the size.
         summation: ``fixed_order`` adds gradients in one order at every size, see
@@ -176,7 +175,6 @@ class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
         autoscale: rules that choose the size; None: only people do.
     """
 
-    host: str = ""
     batch: Batch = "keep_global"
     summation: Summation = "all_reduce"
     averaging_every: int = 0

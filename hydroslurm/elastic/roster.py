@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN
+
 Rank = tuple[str, int]
 """A member, and one of its processes on that node, from 0."""
 Message = dict[str, Any]
@@ -275,6 +277,12 @@ class Depart:
     reason: str
     again: bool = False
     failed: bool = False
+
+    def exit_status(self, *, stops: bool = False) -> int:
+        """The status for its process. ``stops``: it was asked to stop, too."""
+        if self.failed:
+            return FAILED
+        return RUN_AGAIN if self.again or stops else 0
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint.tree import encode
-from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.data.position import position_of
 from hydroslurm.data.sampler import ResumableSampler
 from hydroslurm.elastic.engine import InPlaceEngine
@@ -328,9 +328,7 @@ class State:
         self._engine.close()
         if depart.failed or depart.again:
             warnings.warn(f"this member ends: {depart.reason}", stacklevel=2)
-        if depart.failed:
-            raise ExitForRequeue(FAILED)
-        raise ExitForRequeue(RUN_AGAIN if depart.again or self._stop.is_set() else 0)
+        raise ExitForRequeue(depart.exit_status(stops=self._stop.is_set()))
 
     def _recover(self, error: RuntimeError) -> None:
         """Go on after an error in the function if a member was lost; otherwise raise it again."""

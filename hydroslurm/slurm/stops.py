@@ -68,6 +68,14 @@ class Stop:
     needs_history: bool = False
     job: Job | None = None
 
+    @property
+    def ends_job(self) -> bool:
+        """Whether Slurm itself ends this start of the job. One that runs on, without a preemption
+        in progress, it does not stop: a time limit that is near ends nothing yet."""
+        if self.reason in (StopReason.ASKED, StopReason.UNKNOWN):
+            return False
+        return not (self.reason is StopReason.TIME_LIMIT and (self.to_end_s or 0.0) > 1.0)
+
     def time_left_s(self, kill_after_s: float) -> float:
         """The least time from the first signal to SIGKILL; infinite if none follows.
 

@@ -33,7 +33,7 @@ from hydroslurm.checkpoint.census import copied
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
 from hydroslurm.data.global_batches import StepShards, shard_key, share_batches
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
@@ -345,7 +345,7 @@ class ElasticRank:
         step, reason = self._cursor.step, depart.reason or "asked to leave"
         if depart.failed:
             warning(f"this member ends behind step {step}: {reason}")
-            leaving = ExitForRequeue(FAILED)
+            leaving = ExitForRequeue(depart.exit_status())
         elif self._is_stop_wanted():
             leaving = self._session.stopping.leave_to_others(
                 f"this member leaves behind step {step}, which the others have",
@@ -353,7 +353,7 @@ class ElasticRank:
             )
         else:
             notice(f"this member leaves behind step {step}: {reason}")
-            leaving = ExitForRequeue(RUN_AGAIN if depart.again else 0)
+            leaving = ExitForRequeue(depart.exit_status())
         self._member.close()
         raise leaving
 

@@ -61,6 +61,8 @@ class Progress:
         step: that of the furthest one; None while none has told.
         step_s, samples_per_s: of all ranks of the run; 0 while they are not known.
         collectives: issued by the one that has issued the fewest; None while not all tell.
+        meeting_s: the time-out of the ``init_process_group`` in which one of them is; 0: none is.
+        paused: one of them is held on purpose.
         hangs: which worker hangs, and why it is thought so; "" while none does.
         error: by which the script of one of them has ended; "" while none has.
         met: it had met the others before that.
@@ -71,6 +73,8 @@ class Progress:
     step_s: float = 0.0
     samples_per_s: float = 0.0
     collectives: int | None = None
+    meeting_s: float = 0.0
+    paused: bool = False
     hangs: str = ""
     error: str = ""
     met: bool = True
@@ -149,13 +153,15 @@ class Watch:
         workers: Sequence[Worker],
         statuses: Sequence[RankStatus | None],
         *,
-        furthest: int,
+        ended: Collection[int] = (),
+        awaited: Awaited,
         now_s: float,
     ) -> Progress:
         """
         Args:
             statuses: of the workers, in their order.
-            furthest: how many collectives a rank of another node has issued, as far as is known.
+            ended: local ranks that have exited with 0.
+            awaited: what workers of other nodes wait for.
             now_s: monotonic.
         """
         if now_s - self._looked_s > NEXT_LOOK_S:
@@ -163,7 +169,8 @@ class Watch:
         self._looked_s = now_s
         told = [one for one in statuses if one is not None]
         issued = [one.collectives for one in told if one.collectives is not None]
-        furthest = max([furthest, *issued])
+        furthest = max([awaited.collectives, *issued])
+        meeting_s = max((one.meeting_timeout_s or 0.0 for one in told), default=0.0)
         hang = [
             reason
             for worker, status in zip(workers, statuses, strict=True)
@@ -180,7 +187,17 @@ class Watch:
             step_s=1 / steps_per_s if steps_per_s else 0.0,
             samples_per_s=steps_per_s * samples,
             collectives=min(issued) if issued and len(issued) == len(workers) else None,
-            hangs="; ".join(hang),
+            meeting_s=meeting_s,
+            paused=any(map(_is_paused, told)),
+            hangs="; ".join(hang)
+            or self._why_hung_outside(
+                workers,
+                statuses,
+                ended=ended,
+                others_ended=awaited.ended,
+                timeout_s=max(awaited.meeting_s, meeting_s),
+                now_s=now_s,
+            ),
         )
 
     def _why_hung(
@@ -201,7 +218,7 @@ class Watch:
         used = self.use_of(worker.pid) if issued is not None and issued < furthest else (0.0, 0)
         took_s, before = now_s - waited.looked_s, waited.used
         waited.used, waited.looked_s = used, now_s
-        if at is None or at != waited.at or is_paused(status) or at[0] >= at[1]:
+        if at is None or at != waited.at or _is_paused(status) or at[0] >= at[1]:
             waited.at, waited.since_s, waited.idle_since_s = at, now_s, now_s
             return ""
         if not is_idle(before, used, took_s):
@@ -226,32 +243,26 @@ class Watch:
             f"for it in collective {waited.at[0] + 1}, which fails after {timeout_s:g} s"
         )
 
-    def look_outside(
+    def _why_hung_outside(
         self,
         workers: Sequence[Worker],
         statuses: Sequence[RankStatus | None],
         *,
         ended: Collection[int],
-        awaited: Awaited,
+        others_ended: bool,
+        timeout_s: float,
         now_s: float,
     ) -> str:
-        """Who hangs outside of a collective, and why it is thought so; "" while nobody does.
-
-        Args:
-            statuses: of the workers, in their order.
-            ended: local ranks that have exited with 0.
-            awaited: what workers of other nodes wait for.
-            now_s: monotonic.
-        """
+        """Who hangs outside of a collective; "" while nobody does. ``timeout_s``: that of an
+        ``init_process_group`` in which others wait, here or elsewhere."""
         took_s = now_s - self._looked_outside_s
         if took_s < LOOK_S:
             return ""
         known = [
             pair for pair in zip(workers, statuses, strict=True) if pair[0].local_rank not in ended
         ]
-        timeout_s = max(awaited.meeting_s, meeting_s(statuses))
         after_s, others = self.timing.stuck_s, "other ranks have ended"
-        if not (ended or awaited.ended):
+        if not (ended or others_ended):
             known = [pair for pair in known if timeout_s and _is_outside(pair[1])]
             after_s = min(after_s, timeout_s / 2)
             others = (
@@ -262,7 +273,7 @@ class Watch:
             used.keys() == self._used_outside.keys()  # else one of them has come
             and took_s <= NEXT_LOOK_S
             and all(is_idle(self._used_outside[pid], used[pid], took_s) for pid in used)
-            and not any(is_paused(status) for _, status in known)
+            and not any(_is_paused(status) for _, status in known)
         )
         self._used_outside, self._looked_outside_s = used, now_s
         if not waits:
@@ -284,16 +295,11 @@ class Watch:
         return f"local rank {worker.local_rank} (pid {pid}) hangs: it {place}"
 
 
-def meeting_s(statuses: Sequence[RankStatus | None]) -> float:
-    """The time-out of the ``init_process_group`` in which one of them is; 0: none is."""
-    return max((one.meeting_timeout_s or 0.0 for one in statuses if one is not None), default=0.0)
-
-
 def _is_outside(status: RankStatus | None) -> bool:
     """Whether it has no process group, and does not wait for one."""
     return status is None or (status.collectives is None and status.meeting_timeout_s is None)
 
 
-def is_paused(status: RankStatus | None) -> bool:
+def _is_paused(status: RankStatus | None) -> bool:
     """Whether it is held on purpose."""
     return status is not None and status.state in ("parking", "parked")

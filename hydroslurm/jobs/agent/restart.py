@@ -48,7 +48,7 @@ from hydroslurm.coordination.authentication import derive
 from hydroslurm.coordination.network import own_address
 from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, INCARNATION_ENV, KEY_ENV, World
 from hydroslurm.core.awake_clock import AwakeClock
-from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN
 from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV, variables_of
 from hydroslurm.elastic.folder import MEMBER_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.member import Member
@@ -56,7 +56,7 @@ from hydroslurm.elastic.roster import MEETING_S, Depart, Directive, Form, Save, 
 from hydroslurm.errors import CoordinatorLost, UsageError
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.node import Departed, Node
-from hydroslurm.jobs.agent.progress import Progress, Watch, is_paused, meeting_s
+from hydroslurm.jobs.agent.progress import Progress, Watch
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.slurm.allocation import ALONE_ENV
 
@@ -124,8 +124,7 @@ class Generations(RendezvousHandler):
         if isinstance(directive, Depart):
             log = self._node.log.warning if directive.failed else self._node.log.info
             log(f"this member leaves: {directive.reason or 'asked to'}")
-            again = directive.again or self._node.stop_asked.is_set()
-            raise Departed(FAILED if directive.failed else RUN_AGAIN if again else 0)
+            raise Departed(directive.exit_status(stops=self._node.stop_asked.is_set()))
         return directive if isinstance(directive, Form) else None
 
     def _meet(self, form: Form, name: str, key: bytes) -> RendezvousStoreInfo:
@@ -240,19 +239,16 @@ class MemberAgent(NodeAgent):
             return Progress()
         workers, member = self._node.workers.all, self._member
         statuses, awaited = self._node.workers.statuses(), member.awaited
-        found = self._watch.look(workers, statuses, furthest=awaited.collectives, now_s=now_s)
         assert self._pcontext is not None
         ended = [rank for rank, code in exit_codes(self._pcontext).items() if code == 0]
-        hangs = found.hangs or self._watch.look_outside(
-            workers, statuses, ended=ended, awaited=awaited, now_s=now_s
-        )
+        found = self._watch.look(workers, statuses, ended=ended, awaited=awaited, now_s=now_s)
         self._look_at_s = now_s + (LOOK_S if self._said_step else MONITOR_S)
         member.note_progress(
             found.step,
             found.collectives,
-            meeting_s=meeting_s(statuses),
+            meeting_s=found.meeting_s,
             ended=bool(ended),
-            paused=any(map(is_paused, statuses)),
+            paused=found.paused,
         )
         if found.step_s:
             form = self._generations.form
@@ -261,9 +257,9 @@ class MemberAgent(NodeAgent):
         if found.step is not None and not self._said_step:
             self._said_step = True
             member.resumed(found.step)
-        if hangs and self._asked_s is None and not member.broken:
-            self._hang = hangs
-            member.fail(hangs)  # before others fail by the end of these
+        if found.hangs and self._asked_s is None and not member.broken:
+            self._hang = found.hangs
+            member.fail(found.hangs)  # before others fail by the end of these
             self._node.workers.kill()
         return found
 

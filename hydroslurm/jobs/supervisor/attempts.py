@@ -36,7 +36,6 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     ExitDecision,
 )
 from hydroslurm.slurm.policy import StopReason
-from hydroslurm.slurm.stops import Stop
 
 _MOST_BYTES = 16 << 20
 """An attempt takes about 500 bytes."""
@@ -193,14 +192,6 @@ _STOPS = frozenset({
     EventKind.REQUEUE_ASKED,
     EventKind.REQUEUED,
 })  # fmt: skip
-
-
-def is_by_slurm(stop: Stop) -> bool:
-    """A job that runs on, without a preemption in progress, was not stopped by Slurm: a time limit
-    that is near ends nothing yet."""
-    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
-        return False
-    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)
 
 
 def was_stop_requested(events: Path, *, since_epoch_ns: int) -> bool:

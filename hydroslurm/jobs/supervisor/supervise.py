@@ -33,7 +33,6 @@ from hydroslurm.jobs.supervisor.attempts import (
     count_restarts,
     ending_of,
     failures,
-    is_by_slurm,
     last_recorded,
     recorded_stop_reason,
     was_requeued_by_ranks,
@@ -137,7 +136,7 @@ class Supervisor:
             outcome = self._attempt()
             if outcome is not None:
                 return outcome
-            if self._stop_requested and is_by_slurm(stop := self._why_stopped()):
+            if self._stop_requested and (stop := self._why_stopped()).ends_job:
                 return self._leave(None, stop, saved=False)
 
     # --- one attempt
@@ -160,7 +159,7 @@ class Supervisor:
                 break
             saved = (task for task, status in exits.statuses.items() if status == RUN_AGAIN)
             exits.unrequested = frozenset(saved)
-        stop = None if asked is None or not is_by_slurm(asked) else asked
+        stop = None if asked is None or not asked.ends_job else asked
         if decision.action is Action.REQUEUE:
             step.end()
             return self._leave(attempt, stop, saved=False, instead=decision)
@@ -305,7 +304,7 @@ class Supervisor:
             folder=self.plan.tasks[0].working_directory,
             most=self.plan.limits.max_excluded_nodes,
         )  # fmt: skip
-        if status == 0 and self._stop_requested and is_by_slurm(stop := self._why_stopped()):
+        if status == 0 and self._stop_requested and (stop := self._why_stopped()).ends_job:
             return self._leave(None, stop, saved=False)
         return Outcome(status, message) if status else None
 

@@ -22,7 +22,7 @@ from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.elastic.roster import Awaited, Timing
 from hydroslurm.jobs.agent import rendezvous
 from hydroslurm.jobs.agent.node import Departed, SignalPipe
-from hydroslurm.jobs.agent.progress import Progress, Use, Watch, meeting_s
+from hydroslurm.jobs.agent.progress import Progress, Use, Watch
 from hydroslurm.jobs.agent.rendezvous import (
     Peers,
     Rendezvous,
@@ -293,16 +293,9 @@ class Node:
         now = Moment(int(self.now_s * 1e9), 1)
         return [one and replace(one, as_of=now) for one in self.told]
 
-    def look(self) -> Progress:
-        self.told = self._tell(1.0)
-        return self.watch.look(WORKERS, self.told, furthest=self.furthest, now_s=self.now_s)
-
-    def miss(self, awaited: Awaited, *, by_s: float = 1.0) -> str:
-        """Who keeps the others waiting where there is no collective."""
-        told = self._tell(by_s)
-        return self.watch.look_outside(
-            WORKERS, told, ended=self.ended, awaited=awaited, now_s=self.now_s
-        )
+    def look(self, awaited: Awaited | None = None, *, by_s: float = 1.0) -> Progress:
+        told, awaited = self._tell(by_s), awaited or Awaited(collectives=self.furthest)
+        return self.watch.look(WORKERS, told, ended=self.ended, awaited=awaited, now_s=self.now_s)
 
     def hangs_after(
         self,
@@ -317,7 +310,7 @@ class Node:
         for second in range(most_s):
             used_s, bytes_ = self.used[101]
             self.used[101] = (used_s + cpu, bytes_ + moved)
-            if self.look().hangs if awaited is None else self.miss(awaited):
+            if self.look(awaited).hangs:
                 return second
         return 0
 
@@ -389,7 +382,8 @@ def test_what_is_said_of_others(state: str, silent_s: int, said: str) -> None:
     first, old = node._tell(1.0)
     assert old is not None
     last = replace(old, as_of=Moment(int((node.now_s - silent_s) * 1e9), 1))
-    assert said in node.watch.look(WORKERS, [first, last], furthest=0, now_s=node.now_s).hangs
+    found = node.watch.look(WORKERS, [first, last], awaited=Awaited(), now_s=node.now_s)
+    assert said in found.hangs
 
 
 def test_pace() -> None:
@@ -412,15 +406,15 @@ def test_workers_that_do_not_come() -> None:
     node.told[0] = node.status(stands_at="train.py:7 in f")
     node.told[1] = None
     assert node.hangs_after(MEETS) == 300
-    first, second = node.miss(MEETS).split("; ")
+    first, second = node.look(MEETS).hangs.split("; ")
     assert first.startswith("local rank 0 (pid 100) hangs: it stands at train.py:7 in f, and has")
     assert "init_process_group, which fails after 600 s" in first
     assert second.startswith("local rank 1 (pid 101) hangs: it has not come to its `import torch`")
     node.told[1] = node.status(meeting_timeout_s=3000.0)
-    assert node.miss(MEETS) == ""
+    assert node.look(MEETS).hangs == ""
     assert node.hangs_after(Awaited()) == 899
-    assert "local rank 1" not in node.miss(Awaited())
-    assert meeting_s(node.told) == 3000.0
+    assert "local rank 1" not in node.look(Awaited()).hangs
+    assert node.look().meeting_s == 3000.0
 
 
 def test_nobody_is_missed() -> None:
@@ -438,7 +432,7 @@ def test_nobody_is_missed() -> None:
     assert not node.hangs_after(MEETS, most_s=1000)
     node.told[1] = node.status()
     assert not node.hangs_after(MEETS, most_s=299)
-    assert node.miss(MEETS, by_s=400.0) == ""
+    assert node.look(MEETS, by_s=400.0).hangs == ""
 
 
 def test_looks_that_come_fast_count_as_one() -> None:
@@ -452,7 +446,7 @@ def test_looks_that_come_fast_count_as_one() -> None:
         number += 1
         node.used[777] = (number // 400 / 100, 0)
         told = node._tell(0.05)
-        said = node.watch.look_outside(workers, told, ended=(), awaited=MEETS, now_s=node.now_s)
+        said = node.watch.look(workers, told, awaited=MEETS, now_s=node.now_s).hangs
     assert 300 <= number / 20 <= 302
     assert "(pid 777)" in said
 
@@ -466,7 +460,7 @@ def test_one_that_does_not_end(here: bool) -> None:
     node.told[0] = node.status(collectives=7)
     node.told[1] = replace(node.status(collectives=7), state="ended")
     assert node.hangs_after(awaited) == 900
-    said = node.miss(awaited)
+    said = node.look(awaited).hangs
     assert "local rank 1 (pid 101) hangs: it has ended its script, and does not exit, and" in said
     assert said.endswith("while other ranks have ended")
     assert ("local rank 0" in said) is not here
