@@ -14,13 +14,14 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from processes import patience
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups
 from hydroslurm.devcluster.programs import missing, missing_message, search_path
@@ -77,7 +78,7 @@ REQUEUE = Shared(
     },
 )
 CGROUP = ClusterSpec(
-    nodes=3, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
+    nodes=1, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
 )
 
 
@@ -289,11 +290,18 @@ def jobs_cluster(shared_clusters: SharedClusters) -> Part:
 
 @pytest.fixture(scope="session")
 def cgroup_cluster() -> Iterator[DevCluster]:
-    """A cluster of three nodes with ``proctrack/cgroup`` and memory that is counted, whose ``low``
+    """A cluster of one node with ``proctrack/cgroup`` and memory that is counted, whose ``low``
     jobs are requeued by ``urgent`` ones."""
     require_cgroups(CGROUP)
     with DevCluster.up(CGROUP) as cluster:
         yield cluster
+
+
+def preempt(cluster: DevCluster, nodes: Sequence[str]) -> None:
+    """Take these nodes for an urgent job, and wait for its end."""
+    urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodes={len(nodes)}")
+    command = ["srun", *urgent, f"--nodelist={','.join(nodes)}", "true"]
+    cluster.run(command, timeout_s=patience(240))
 
 
 def require_slurm() -> None:

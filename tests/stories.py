@@ -1,10 +1,9 @@
 """Long stories on a real Slurm that several tests look at, told side by side; and a fresh start for
 a test that is run again (``pytest --reruns``), which would else look at the same failure.
 
-A story that has failed is told again when it is asked for again, and so is one that a failed test
-has looked at when that test is run again. Its jobs are ended before, for they may hold the nodes.
-Fixtures of a wider scope than one test are made anew, too: what they hold may be spoiled. Only dev
-clusters stay.
+A story that a failed test has looked at is told again when that test is run again. Its jobs are
+ended before, for they may hold the nodes. Fixtures of a wider scope than one test are made anew,
+too: what they hold may be spoiled. Only dev clusters stay.
 """
 
 from __future__ import annotations
@@ -54,18 +53,12 @@ class Stories(Generic[T]):
             self._tell(name)
 
     def result(self, name: str, limit_s: float) -> T:
-        """What came of it; raises what it has raised, and then tells it again the next time."""
+        """What came of it; raises what it has raised."""
         if name not in self._running:
             _end_jobs(self._clusters, self._folders[name])
             self._tell(name)
         self._looked_at.add(name)
-        story = self._running[name]
-        try:
-            return story.result(patience(limit_s))
-        except BaseException:
-            if story.done():
-                del self._running[name]
-            raise
+        return self._running[name].result(patience(limit_s))
 
     def next_test(self, *, again: bool) -> None:
         """A test begins; ``again``: the same one, and what it has looked at will be told again."""

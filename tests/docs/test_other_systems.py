@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import Part
+from clusters import Part, preempt
 from processes import captured, child, wait_until
 from zygote import forked
 
@@ -132,8 +132,7 @@ def test_hydra(requeue_cluster: Part, tmp_path: Path, monkeypatch: pytest.Monkey
         logs = lambda: Path("hydroslurm-runs").glob("*/events/rank-00000.jsonl")  # noqa: E731
         begun = lambda: ["first_step" in one.read_text() for one in logs()]  # noqa: E731
         wait_until(lambda: begun() == [True, True], "the first step of both tasks")
-        urgent = ("--partition=urgent", "--nodes=1", "--exclusive", "--time=1")
-        requeue_cluster.run(["srun", *urgent, f"--nodelist={requeue_cluster.nodes[0]}", "true"])
+        preempt(requeue_cluster, requeue_cluster.nodes[:1])
         assert multirun.wait(300) == 0
     folders = Path("hydroslurm-runs").glob("*/attempts.jsonl")
     untouched, preempted = sorted((AttemptLog(one).attempts() for one in folders), key=len)

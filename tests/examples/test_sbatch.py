@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clusters import Part, preempt
 from processes import captured, wait_until
 
 from hydroslurm.core.events import read_events
@@ -42,8 +43,7 @@ def test_batch_job_is_parked_for_an_urgent_one(pause_cluster: DevCluster, tmp_pa
     wait_until(lambda: log.exists() and "\nstep" in log.read_text(), "the first steps")
 
     node = slurm(pause_cluster, "squeue", "-h", "-j", job, "-o", "%N", cwd=tmp_path)
-    urgent = ("srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true")
-    slurm(pause_cluster, *urgent, cwd=tmp_path)
+    preempt(pause_cluster, [node])
 
     left_alone = captured([sys.executable, "train.py", *options], cwd=alone, timeout=LIMIT_S)
     last = left_alone.stdout.splitlines()[-2:]
@@ -60,7 +60,7 @@ def test_batch_job_is_parked_for_an_urgent_one(pause_cluster: DevCluster, tmp_pa
 
 
 def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
-    requeue_cluster: DevCluster, tmp_path: Path
+    requeue_cluster: Part, tmp_path: Path
 ) -> None:
     """The script runs unchanged; below the agents the ranks save, the job is requeued, and its next
     attempt goes on behind the step that was saved, to the end."""
@@ -71,8 +71,7 @@ def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
     job = slurm(requeue_cluster, "sbatch", "--parsable", here, script, *options, cwd=tmp_path)
     log = tmp_path / f"torchrun-{job}.out"
     wait_until(lambda: log.exists() and " step 10 " in log.read_text(), "steps", limit_s=LIMIT_S)
-    urgent = ("srun", "--partition=urgent", "--exclusive", "--nodes=2", "true")
-    slurm(requeue_cluster, *urgent, cwd=tmp_path)
+    preempt(requeue_cluster, requeue_cluster.nodes)
     wait_until(lambda: "sha256" in log.read_text(), "the end of the training", limit_s=LIMIT_S)
     assert f"job {job} is requeued and resumes later" in log.read_text()
     went_on = re.search(r"attempt 2 resumes from step (\d+)", log.read_text())

@@ -37,13 +37,6 @@ def compared(*attempts: list[Update]) -> Comparison:
     return compare({0: WHOLE}, {0: list(attempts)}, steps=STEPS, generators=GENERATORS)
 
 
-def test_two_attempts_that_continue_each_other_are_equal() -> None:
-    """Also where the second makes more steps than are compared."""
-    result = compared(WHOLE[:5], [*WHOLE[5:], step(STEPS)])
-    assert result.is_equal
-    assert result.compared == STEPS
-
-
 def test_steps_that_were_repeated_or_left_out_are_counted() -> None:
     """By the weights that an attempt begins with, whatever it counts itself."""
     result = compared(WHOLE[:5], WHOLE[3:8], WHOLE[9:])

@@ -34,12 +34,6 @@ def test_a_rank() -> None:
     )
 
 
-@pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": ""}])
-def test_outside_of_a_job(environ: dict[str, str]) -> None:
-    """Without a job id there is no allocation, and no error."""
-    assert Allocation.from_environ(environ) is None
-
-
 @pytest.mark.parametrize("step_id", [None, "-5", "4294967291"])
 def test_batch_shell_is_a_world_of_its_own(step_id: str | None) -> None:
     """sbatch sets SLURM_NTASKS and SLURM_PROCID for the batch shell, and since 26.05 a

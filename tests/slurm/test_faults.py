@@ -102,15 +102,6 @@ def test_controller_away(stage: Stage) -> None:
     assert max(stage.slept_s) <= 10
 
 
-def test_requeue_retried_and_already_pending_is_success(stage: Stage) -> None:
-    """A requeue whose answer was lost finds the job pending when it is repeated: done."""
-    pending = '{ echo "Job is pending execution for job 5" >&2; exit 1; }'
-    lost = 'echo "Unable to contact slurm controller (receive failure) for job 5" >&2; exit 1'
-    stage.stand_in("scontrol", f"@later {pending}\n{lost}", from_call=2)
-    stage.client().requeue(job(5))
-    assert stage.calls() == ["scontrol requeue 5"] * 2
-
-
 def test_requeue_is_repeated_after_a_time_out(stage: Stage) -> None:
     """scontrol may look for an absent controller for longer than one call is given; a suspend,
     which is not harmless twice, is not repeated. The program that does not end is ended, and the

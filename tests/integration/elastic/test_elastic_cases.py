@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clusters import require_slurm
+from clusters import preempt, require_slurm
 from integration.elastic.elastic_scene import ElasticScene, slurmd_of
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -200,7 +200,7 @@ def test_a_spare_takes_the_place_of_a_preempted_member(cluster: DevCluster, tmp_
     place = scene.members.index(taken)
     (spare,) = set(scene.states()) - set(scene.members)
     node = scene.nodes()[taken]
-    scene.slurm("srun", "--partition=urgent", f"--nodelist={node}", "--exclusive", "sleep", "1")
+    preempt(cluster, [node])
     scene.wait(lambda: taken not in scene.members, "change")
     change = next(one for one in scene.entries("generation") if taken not in one["members"])
     assert change["members"][place] == spare

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusters import Part
+from clusters import Part, preempt
 from integration.manyranks.rankstraining import RanksTraining
 
 COLLECTIVE_TIMEOUT_S = 3
@@ -43,7 +43,7 @@ def ddp(cluster: Part, folder: Path) -> Story:
     training.wait_for_ranks(1)
     training.wait_for_step(23)
     training.suspend(1, until_stopped=True)
-    training.preempt(nodes)
+    preempt(cluster, nodes)
     training.wait_for_ranks(2)
     training.suspend(2, until_stopped=True, meanwhile=lambda: time.sleep(SUSPENDED_S))
     training.wait_for_end()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,6 @@ class RanksTraining(Training):
         # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # then kills the job step without a word: a suspended one gets no signal
         self.wait_for_step(self.last_step() + 10)
-
-    def preempt(self, nodes: Iterable[str]) -> None:
-        """An urgent job for its nodes."""
-        names = list(nodes)
-        urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodes={len(names)}")
-        self.slurm("srun", *urgent, f"--nodelist={','.join(names)}", "true")
 
     def requeue(self) -> None:
         self.slurm("scontrol", "requeue", self.job_id)

@@ -46,7 +46,7 @@ def test_a_stop_is_not_killed_for_memory(cgroup_cluster: DevCluster, tmp_path: P
     attempt that it cannot copy its state."""
     alone = _large_alone(tmp_path / "alone")
     training = Large(cgroup_cluster, tmp_path / "job", 1, own_bytes=alone["own_bytes"])
-    training.submit(f"--nodelist={cgroup_cluster.spec.node_names[2]}")
+    training.submit()
     training.wait_for_step(EVERY_STEPS + 1)  # beyond the first periodic save
     training.slurm("scontrol", "requeue", training.job_id)
     training.wait_for_attempt(2)

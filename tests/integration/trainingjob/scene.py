@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,12 +123,6 @@ class Scene:
 
     def slurm(self, *words: str) -> str:
         return self.cluster.run(words, timeout_s=patience(LIMIT_S)).stdout
-
-    def preempt(self, nodes: Iterable[str]) -> None:
-        """An urgent job for all of these nodes, while it is there."""
-        names = list(nodes)
-        urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodes={len(names)}")
-        self.slurm("srun", *urgent, f"--nodelist={','.join(names)}", "true")
 
     def processes(self, word: str) -> list[int]:
         """Of this machine, those whose command line has the run folder and a word in it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zygote
-from clusters import Part
+from clusters import Part, preempt
 from integration.trainingjob.scene import LIMIT_S, Scene, matches
 from training.trainings import RECORDED
 
@@ -90,7 +90,7 @@ def test_two_calls_through_a_preemption(
         stdout=subprocess.PIPE,
         text=True,
     )
-    scene.preempt(requeue_cluster.nodes[:1])
+    preempt(requeue_cluster, requeue_cluster.nodes[:1])
     scene.touch("hurry")
     said = followed.communicate(timeout=LIMIT_S)[0]
     begun = [int(step) for step in re.findall(r"^begins at step (\d+)$", said, re.MULTILINE)]

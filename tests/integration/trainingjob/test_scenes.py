@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import zygote
-from clusters import Part
+from clusters import Part, preempt
 from integration.trainingjob.scene import HERE, Scene
 from processes import has_ended, text_of
 from stories import Stories, marked, result_of, stories
@@ -51,7 +51,7 @@ def preempted(cluster: Part, folder: Path) -> Scene:
     scene.submit(spec + "runPolicy: {backoffLimit: 1, preemptionLimit: 1}\n")
     for attempt in (1, 3):
         scene.wait_until_playing(attempt, replicas=2)
-        scene.preempt([cluster.nodes[PREEMPTED]])
+        preempt(cluster, [cluster.nodes[PREEMPTED]])
     scene.final_condition()
     return scene
 
@@ -74,7 +74,7 @@ preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, attemptsWitho
     scene.wait(lambda: _kinds(scene).count(EventKind.SAVE_COMMITTED) >= 2, "two periodic saves")
     scene.slurm("scancel", "--signal=TERM", str(scene.job_id))
     scene.wait(lambda: _kinds(scene).count(EventKind.FIRST_STEP) >= 2, "a second attempt")
-    scene.preempt([cluster.nodes[SAVING]])
+    preempt(cluster, [cluster.nodes[SAVING]])
     scene.touch("hurry")
     scene.final_condition()
     return scene
