@@ -20,7 +20,7 @@ from elasticstory import (
 )
 from processes import LIMIT_S, wait_until
 
-from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN
 from hydroslurm.core.rundir import ELASTIC_ENV
 from hydroslurm.elastic import coordinator
 from hydroslurm.elastic.folder import ElasticFolder
@@ -218,6 +218,20 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
     member.close()
     assert left == Depart("the run has failed without it", failed=True)
     assert [one["kind"] for one in folder.ledger()] == ["coordinator", "forming"]
+
+
+@pytest.mark.parametrize(
+    ("depart", "status"),
+    [
+        (Depart("it cannot go on", failed=True), (FAILED, FAILED)),
+        (Depart("the others went on", again=True), (RUN_AGAIN, RUN_AGAIN)),
+        (Depart("fewer are wanted"), (0, RUN_AGAIN)),
+    ],
+)
+def test_the_status_of_a_member_that_departs(depart: Depart, status: tuple[int, int]) -> None:
+    """One that has failed says so, even if it was asked to stop as well; one that may join again,
+    or was asked to stop, is run again."""
+    assert (depart.exit_status(), depart.exit_status(stops=True)) == status
 
 
 @pytest.mark.parametrize(

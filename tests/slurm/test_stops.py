@@ -56,25 +56,26 @@ CANCELLED_BY = _attempt(JobState.CANCELLED, cancelled_by_uid=1000)
 
 
 @pytest.mark.parametrize(
-    ("name", "after_s", "reason", "to_end_s"),
+    ("name", "after_s", "reason", "to_end_s", "ends_job"),
     [
-        ("grace", 1.5, PREEMPTED, 5.5),
-        ("time limit", 88, TIME_LIMIT, 0.0),
-        ("limited", 3550, TIME_LIMIT, 50),
-        ("limited", 50, StopReason.ASKED, 3550),
-        ("cancelled", 0, StopReason.CANCELLED, 0.0),
+        ("grace", 1.5, PREEMPTED, 5.5, True),
+        ("time limit", 88, TIME_LIMIT, 0.0, True),
+        ("limited", 3550, TIME_LIMIT, 50, False),
+        ("limited", 50, StopReason.ASKED, 3550, False),
+        ("cancelled", 0, StopReason.CANCELLED, 0.0, True),
         # clocks that differ do not make a cancelled job a requeued one
-        ("cancelled", -240, StopReason.CANCELLED, 0.0),
+        ("cancelled", -240, StopReason.CANCELLED, 0.0, True),
     ],
 )
 def test_what_slurmctld_says(
-    name: str, after_s: float, reason: StopReason, to_end_s: float
+    name: str, after_s: float, reason: StopReason, to_end_s: float, ends_job: bool
 ) -> None:
     """PreemptTime on a running job: preempted, and EndTime says how long the grace still is. A time
     limit is told by the reason or, of a running job, by its nearness. Nothing wrong with a running
-    job: somebody sent the signal. Only who cancelled is for accounting to say."""
+    job: somebody sent the signal, and it goes on, as it does while a limit is only near. Only who
+    cancelled is for accounting to say."""
     stop = _why(name, after_s=after_s)
-    assert (stop.reason, stop.pending_again) == (reason, False)
+    assert (stop.reason, stop.pending_again, stop.ends_job) == (reason, False, ends_job)
     assert stop.to_end_s == pytest.approx(to_end_s)
     assert stop.needs_history is (reason is StopReason.CANCELLED)
 
