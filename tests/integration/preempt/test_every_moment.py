@@ -263,3 +263,13 @@ def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
         signal_from(rank, "evaluating")
         assert rank.status() == 0, rank.log()
     assert len(list(rank.folder.rglob("finished.json"))) == 1
+
+
+@pytest.mark.slurm
+@pytest.mark.long
+def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
+    """A worker of `hydroslurm agent`, which asks for it where nobody else has."""
+    agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]
+    agent += ["--standalone", "--nproc-per-node=1", "--max-restarts=0", "--no-python"]
+    with below_srun(rank, pause_cluster, *agent, *rank.words):
+        pause_at_every_moment(rank)
