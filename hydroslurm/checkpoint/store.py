@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -42,6 +43,9 @@ not push out the emergency one at once, nor a series of preemptions all the peri
 
 LEAST_KEPT = 2
 """One to load, and one to fall back to."""
+
+_REMEMBERED = 64
+"""Checkpoints that need not be verified again: more than are asked for, and not all of a job's."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class CheckpointStore:
         self.patience_s = patience_s
         self.frozen = FrozenFiles(self.peers.rank, self.storage)
         self._held: dict[Path, Path] | None = None
-        self._good: set[tuple[Path, int]] = set()
+        self._good = deque[tuple[Path, int]](maxlen=_REMEMBERED)
 
     def look(self) -> list[Checkpoint | Problem]:
         """Everything named like a checkpoint, oldest first. Reads manifests only.
@@ -187,7 +191,8 @@ class CheckpointStore:
             CheckpointTooNew: a newer release has meanwhile replaced its manifest.
         """
         self.pin(checkpoint.path)
-        self._good.discard(_key(checkpoint))
+        with suppress(ValueError):
+            self._good.remove(_key(checkpoint))
         files = self.files_of(checkpoint)
         entries = sorted(files.entries.items())
         for name, entry in entries:
@@ -209,7 +214,8 @@ class CheckpointStore:
 
     def trust(self, checkpoint: Checkpoint) -> None:
         """Remember a checkpoint that was just written, or found by all ranks, as good."""
-        self._good.add(_key(checkpoint))
+        if _key(checkpoint) not in self._good:
+            self._good.append(_key(checkpoint))
 
     def is_good(self, checkpoint: Checkpoint) -> bool:
         """Whether it verifies. What this process has written or verified is not read again: a stop
