@@ -108,13 +108,18 @@ def test_job(client: SlurmClient, module: StandIn) -> None:
 
 def test_array_tasks(client: SlurmClient, module: StandIn) -> None:
     """Task 0, of which pyslurm makes None, is told from the record of tasks not started. stderr
-    without a file of its own, of which it tells none either, goes where stdout goes."""
+    without a file of its own, of which it tells none either, goes where stdout goes. Of an array it
+    may give another job than was asked for: then the programs are."""
     module.attributes |= {"array_id": 500, "standard_error": None}
     for task, waiting, expected in ((3, None, 3), (None, None, 0), (None, "0-3", None)):
         module.attributes |= {"array_task_id": task, "array_tasks_waiting": waiting}
         job = client.job(501)
         assert (job.array_job_id, job.array_task_id) == (500, expected)
         assert job.std_err == "/home/ada/train-501.out"
+    module.Job.load = lambda _: SimpleNamespace(**module.attributes | {"id": 502})
+    with pytest.raises(SlurmMissing, match="no program scontrol"):
+        client.job(501)
+    assert client.backend == "pyslurm"
 
 
 def test_partitions_and_config(client: SlurmClient) -> None:
