@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from training.loop import Pole, ask_for_stop
 
 import hydroslurm
@@ -187,6 +187,36 @@ def two_loops(say: Stopper) -> None:
         total = round(total, 3) + float(torch.rand(1))
 
 
+class Noisy:
+    """Samples with noise of their own, which a curriculum makes stronger."""
+
+    def __init__(self) -> None:
+        self.rng, self.level, self.seen = random.Random(1), 1.0, 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.seen += 1
+        return torch.tensor([index, self.level * self.rng.random()])
+
+
+def what_hangs_in_the_loader(say: Stopper) -> None:
+    """A data set, a collate function and a sampler that change on their way."""
+    data, drawn, sampler = Noisy(), np.random.default_rng(2), WeightedRandomSampler([1.0] * 6, 6)
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + float(drawn.random())
+
+    loader = DataLoader(data, batch_size=2, sampler=sampler, collate_fn=collate)
+    parts = Parts(say, loader)
+    for x in parts.run.batches(epochs=EPOCHS):
+        loss = parts.learn(x)
+        data.level = 1 + float(loss)
+        sampler.weights[int(x[0, 0]) % 6] += 0.5
+        say(loss, data.seen, sampler.weights)
+
+
 def registered(say: Stopper) -> None:
     """A second model with its optimizer and scheduler, an environment, and its generator."""
     parts, critic, pole = Parts(say), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), Pole()
@@ -269,8 +299,8 @@ def gradients_of_several_batches(say: Stopper) -> None:
 
 LOOPS: list[Callable[[Stopper], None]] = [
     counters, early_stopping, generators, first_set_in_a_step, through_a_generator,
-    globals_of_the_module, two_loops, registered, thawed, closures_of_lbfgs,
-    gradients_of_several_batches,
+    globals_of_the_module, two_loops, what_hangs_in_the_loader, registered, thawed,
+    closures_of_lbfgs, gradients_of_several_batches,
 ]  # fmt: skip
 
 
