@@ -83,6 +83,17 @@ def test_a_request_that_fails_leaves_the_rest_to_the_programs(
     assert "pyslurm: load jobs: Protocol authentication error; Slurm's programs are used" in line
 
 
+def test_no_slurm_conf_no_import(tmp_path: Path, pretend, monkeypatch) -> None:
+    """Without a slurm.conf pyslurm is not touched: this very process would end."""
+    pretend()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "missing.conf"))
+    client = open_client()
+    assert client.why.startswith("commands: there is no slurm.conf")
+    assert "pyslurm" not in sys.modules
+    with pytest.raises(SlurmMissing, match=r"asked for by the caller, but there is no slurm\.conf"):
+        open_client("pyslurm")
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
