@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ class Controller:
         self._leaving = False
         self._guard = Guard(gate, plan) if isinstance(gate, NativeGate) else None
         self._faults: set[str] = set()
+        self._seen: deque[GateEvent] = deque()
         self._stop_lock = threading.Lock()
         self._stop_noted = threading.Event()
         self.output = Output(self._stop_noted.wait, self._record_lost_output)
@@ -451,7 +453,9 @@ class Controller:
             due_s = self.journal.status.wait_s()
             wait_s = CHECK_S if self.stop_request is None else _LOOK_AT_OUTPUT_S
             wait_s = wait_s if due_s is None else min(due_s, wait_s)
-        for seen in self.gate.wait_events(wait_s):
+        self._seen.extend(self.gate.wait_events(wait_s))
+        while self._seen:
+            seen = self._seen.popleft()
             self._guarded(self._handle, seen)
             if seen.kind is EventKind.STOP_REQUESTED:
                 self._guarded(self._note_stop, seen)
@@ -471,8 +475,8 @@ class Controller:
             if guard and (replaced := guard.see(seen.signo, claimed=self._claimed)):
                 self.record(EventKind.HANDLER_REPLACED, vars(replaced))
             return
-        if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
-            self.gate.check_handlers()
+        if seen.kind is EventKind.GATE_CLOSED:
+            self._take_back_handlers()
         data = self._recorder.record(seen)
         ranks = self.ranks
         if seen.kind is EventKind.SIGNAL_RECEIVED:
@@ -486,6 +490,16 @@ class Controller:
         if self.ranks is not None:
             self.ranks.on_gate_event(seen)
         self._follow(seen)
+
+    def _take_back_handlers(self) -> None:
+        """What ends the pause must be ours before anybody hears that the rank is parked: CPython's
+        handler waits for the main thread, which is held."""
+        self.gate.check_handlers()
+        for seen in self.gate.wait_events(0.0):
+            if seen.kind is EventKind.HANDLER_REPLACED:
+                self._guarded(self._handle, seen)
+            else:
+                self._seen.append(seen)
 
     def _look_for_warning(self, signo: int, sender_pid: int) -> None:
         """A pause's signal may warn of the time limit. Slurm sends that to all ranks, and the first
