@@ -215,6 +215,17 @@ def test_a_leaving_member_that_alone_has_the_newest_state_sends_it_first() -> No
     assert (sent(told, "form")["m2"]["source"], sent(told, "form")["m2"]["needs"]) == (1, [0, 2])
 
 
+def test_all_hold_behind_the_newest_step_that_any_of_them_offers() -> None:
+    """One that offers an older step trains up to it."""
+    world = gathered(3, max=3)
+    machine, now_s = world.membership, world.now_s
+    machine.leave(("m3", 0), "SIGTERM", now_s)
+    assert machine.change is not None
+    for name, step in (("m1", 5), ("m2", 9), ("m3", 7)):
+        told = machine.proposed((name, 0), machine.change.number, step, now_s)
+    assert [one["step"] for one in sent(told, "hold_at").values()] == [9, 9, 9]
+
+
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.TRAINING, Phase.SUSPENDED])
 def test_an_idle_member_that_leaves_is_let_go_at_once(phase: Phase) -> None:
     """Whatever the others do: wait for more, train, or hold."""
