@@ -1,8 +1,8 @@
 """What a run of the suite contains, and what it says when it is done: which tests were repeated and
 why, what each folder cost, and which one has grown past its budget.
 
-``--long`` chooses among the tests marked ``long``: none of them (the default), all, or the tenth
-whose turn it is: ten commits in a row run them all.
+``--long`` chooses among the tests marked ``long``: none of them (the default), all, or every tenth
+one of each module, those whose turn it is: ten commits in a row run them all.
 
 A test's processor seconds are those of its worker and of its children. Jobs of a dev cluster are
 its daemons' children: they are in the machine's total only.
@@ -49,11 +49,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if chosen == "all":
         return
     tenth = _tenth(config.rootpath) if chosen == "tenth" else None
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("long") and zlib.crc32(item.nodeid.encode()) % TENTHS != tenth
-    ]
+    left_out = []
+    next_turn: dict[str, int] = {}
+    for item in items:
+        if item.get_closest_marker("long"):
+            module = item.nodeid.partition("::")[0]
+            turn = next_turn.get(module, zlib.crc32(module.encode()) % TENTHS)
+            next_turn[module] = (turn + 1) % TENTHS
+            if turn != tenth:
+                left_out.append(item)
     if left_out:
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
